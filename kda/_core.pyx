@@ -1,0 +1,312 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, embedsignature=False
+"""Buffers in, threads out: the one door between Python and the C kernels.
+
+Each function checks that its buffers have the shapes that the kernels will walk, drops the GIL, and
+spreads independent items over threads. Nothing numeric happens here. Arguments arrive normalised by
+ops.py (native byte order, aligned, last axis contiguous, bfloat16 as its uint16 bits): what fails
+here is a bug above, not a user's mistake, so the messages are short.
+"""
+from cpython.buffer cimport (
+    PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
+)
+from libc.stdlib cimport free, malloc
+from libc.string cimport memset
+
+from kda._kernels cimport *
+
+# One thread's least share of the work, in state elements touched: about 7 us, a few times what it
+# costs to wake a thread.
+cdef enum:
+    GRAIN = 65536
+    BUFFERS = 12
+
+F_L2NORM = KDA_L2NORM
+F_GATE = KDA_GATE
+F_BOUNDED = KDA_BOUNDED
+F_BETA_SIGMOID = KDA_BETA_SIGMOID
+F_NEG_EIGVAL = KDA_NEG_EIGVAL
+
+cdef int thread_limit = 1
+cdef bint regions_started = False
+cdef bint serial = False  # a forked child: OpenMP's threads did not come along
+
+kda_dispatch_init()
+
+
+# ---- ISAs and threads ----
+
+def isa_rows():
+    """[(name, runs_here, missing CPU feature bits)], best first."""
+    here = kda_cpu_features()
+    return [(kda_isas[i].kernels.name.decode(), bool(kda_isas[i].runs_here), kda_isas[i].needs & ~here)
+            for i in range(kda_isa_count)]
+
+
+def kernel_addresses(int isa):
+    """{kernel: address} of one ISA's table, for tests that call kernels through ctypes."""
+    cdef const kda_kernels *t = kernels_of(isa)
+    return {
+        "widen_f16": <size_t>t.widen_f16, "widen_bf16": <size_t>t.widen_bf16,
+        "narrow_f16": <size_t>t.narrow_f16, "narrow_bf16": <size_t>t.narrow_bf16,
+        "exp": <size_t>t.exp, "sigmoid": <size_t>t.sigmoid, "softplus": <size_t>t.softplus,
+        "scale": <size_t>t.scale, "l2norm": <size_t>t.l2norm,
+        "gate_softplus": <size_t>t.gate_softplus, "gate_bounded": <size_t>t.gate_bounded,
+        "step": <size_t>t.step, "probe_update": <size_t>t.probe_update, "probe_fma": <size_t>t.probe_fma,
+    }
+
+
+def threading():
+    """"openmp" or "serial"."""
+    return kda_threading().decode()
+
+
+def set_thread_limit(int n):
+    global thread_limit
+    thread_limit = n
+
+
+def raise_openmp_limit(int n):
+    kda_raise_openmp_limit(n)
+
+
+def threads_now():
+    """Threads that a large call made now, from this thread, would use."""
+    return threads_for(1 << 60)
+
+
+def after_fork_in_child():
+    global serial
+    serial = regions_started
+
+
+cdef int threads_for(long long work) noexcept:
+    if serial:
+        return 1
+    cdef int threads = min(thread_limit, kda_openmp_limit())
+    return <int>max(1, min(<long long>threads, work // GRAIN))
+
+
+cdef const kda_kernels *kernels_of(int isa) except NULL:
+    if not 0 <= isa < kda_isa_count or not kda_isas[isa].runs_here:
+        raise ValueError("no such ISA on this machine")
+    return kda_isas[isa].kernels
+
+
+# ---- buffers ----
+
+cdef class _Buffers:
+    """The buffers of one call; released together."""
+    cdef Py_buffer views[BUFFERS]
+    cdef int count
+
+    def __cinit__(self):
+        self.count = 0
+
+    def __dealloc__(self):
+        for i in range(self.count):
+            PyBuffer_Release(&self.views[i])
+
+    cdef Py_buffer *get(self, x, bint writable) except NULL:
+        cdef Py_buffer *view = &self.views[self.count]
+        PyObject_GetBuffer(x, view, PyBUF_STRIDES | PyBUF_FORMAT | (PyBUF_WRITABLE if writable else 0))
+        self.count += 1
+        return view
+
+    cdef int tensor(self, kda_tensor *t, x, tuple shape, int inner, bint writable) except -1:
+        """x as [batch, token, head, n...], its last `inner` axes contiguous; missing axes have stride 0."""
+        cdef Py_buffer *view = self.get(x, writable)
+        cdef Py_ssize_t size = view.itemsize, stride, run = size
+        cdef Py_ssize_t strides[3]
+        cdef int axis, outer = view.ndim - inner
+        if view.ndim != len(shape) or outer > 3:
+            raise ValueError(f"expected {len(shape)} axes, got {view.ndim}")
+        t.dtype = dtype_of(view)
+        t.data = view.buf
+        for axis in range(view.ndim - 1, -1, -1):
+            stride = view.strides[axis]
+            if view.shape[axis] != <Py_ssize_t>shape[axis]:
+                raise ValueError(f"axis {axis}: expected {shape[axis]}, got {view.shape[axis]}")
+            if axis < outer:
+                strides[axis] = stride // size
+            else:
+                if view.shape[axis] > 1 and stride != run:
+                    raise ValueError(f"axis {axis} is not contiguous")
+                run *= view.shape[axis]
+            if <size_t>view.buf % <size_t>size or (view.shape[axis] > 1 and stride % size):
+                raise ValueError("unaligned")
+        t.batch = strides[0] if outer > 0 else 0
+        t.token = strides[1] if outer > 1 else 0
+        t.head = strides[2] if outer > 2 else 0
+        return 0
+
+    cdef const float *floats(self, x, Py_ssize_t n) except? NULL:
+        if x is None:
+            return NULL
+        cdef Py_buffer *view = self.get(x, False)
+        if view.ndim != 1 or view.shape[0] != n or dtype_of(view) != KDA_F32 or (n > 1 and view.strides[0] != 4):
+            raise ValueError(f"expected {n} contiguous float32")
+        return <const float *>view.buf
+
+
+cdef int dtype_of(Py_buffer *view) except -1:
+    cdef bytes code = view.format if view.format != NULL else b"B"
+    if code == b"f":
+        return KDA_F32
+    if code == b"e":
+        return KDA_F16
+    if code == b"H":  # bfloat16 as its bits: numpy cannot export the type itself
+        return KDA_BF16
+    raise ValueError(f"unexpected buffer format {code!r}")
+
+
+cdef int run(kda_task_fn *task, kda_job *job, Py_ssize_t items, int threads, bint uneven) except -1:
+    global regions_started
+    cdef Py_ssize_t floats = kda_scratch_floats(job)
+    job.scratch = <float *>malloc(<size_t>(threads * floats) * sizeof(float))
+    if job.scratch == NULL:
+        raise MemoryError(f"scratch for {threads} threads: {threads * floats * 4} bytes")
+    if threads > 1:
+        regions_started = True
+    with nogil:
+        kda_parallel_for(task, job, items, threads, uneven)
+    free(job.scratch)
+    return 0
+
+
+# ---- operations ----
+
+def recurrent(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
+              double scale, double lower_bound, int flags):
+    """o [B,T,HV,V] and s_out [N,HV,K,V] from the rest; s_in None starts from zeros, s_in is s_out updates in place."""
+    cdef _Buffers buffers = _Buffers()
+    cdef kda_job job
+    cdef Py_buffer *view
+    cdef Py_ssize_t B, T, H, K, HV, V, N, i
+    cdef const int64_t *cu
+    memset(&job, 0, sizeof(job))
+    job.isa = kernels_of(isa)
+    B, T, H, K = q.shape
+    HV, V = v.shape[2], v.shape[3]
+    N = B
+    if H < 1 or HV < 1 or HV % H or K < 1 or V < 1:
+        raise ValueError("bad head counts or sizes")
+    buffers.tensor(&job.q, q, (B, T, H, K), 1, False)
+    buffers.tensor(&job.k, k, (B, T, H, K), 1, False)
+    buffers.tensor(&job.v, v, (B, T, HV, V), 1, False)
+    buffers.tensor(&job.g, g, (B, T, HV, K), 1, False)
+    buffers.tensor(&job.beta, beta, (B, T, HV), 0, False)
+    buffers.tensor(&job.o, o, (B, T, HV, V), 1, True)
+    if cu_seqlens is not None:
+        view = buffers.get(cu_seqlens, False)
+        if B != 1 or view.ndim != 1 or view.itemsize != 8 or view.shape[0] < 1 or (
+                view.shape[0] > 1 and view.strides[0] != 8):
+            raise ValueError("cu_seqlens: expected contiguous int64 and a batch of 1")
+        cu = <const int64_t *>view.buf
+        N = view.shape[0] - 1
+        for i in range(N):
+            if cu[i] < 0 or cu[i] > cu[i + 1]:
+                raise ValueError("cu_seqlens decreases")
+        if cu[N] > T:
+            raise ValueError("cu_seqlens ends after T")
+        job.cu_seqlens = cu
+    buffers.tensor(&job.s_out, s_out, (N, HV, K, V), 2, True)
+    job.s_out.head, job.s_out.token = job.s_out.token, 0
+    if s_in is not None:
+        buffers.tensor(&job.s_in, s_in, (N, HV, K, V), 2, False)
+        job.s_in.head, job.s_in.token = job.s_in.token, 0
+        if job.s_in.dtype != KDA_F32:
+            raise ValueError("the state is float32")
+    if job.s_out.dtype != KDA_F32:
+        raise ValueError("the state is float32")
+    job.A_log = buffers.floats(A_log, HV)
+    job.dt_bias = buffers.floats(dt_bias, HV * K)
+    job.N, job.T, job.H, job.HV, job.K, job.V = N, T, H, HV, K, V
+    job.scale, job.lower_bound, job.eps, job.flags = scale, lower_bound, 1e-6, flags
+    cdef int threads = threads_for(<long long>max(B * T, N) * HV * K * V)
+    job.splits = 1
+    if threads > 1 and N * HV < threads:  # columns of S are independent: let them share a head
+        job.splits = min((threads + N * HV - 1) // max(N * HV, 1), (V + 15) // 16)
+    cdef Py_ssize_t items = kda_items(&job)
+    run(&kda_recurrent_item, &job, items, <int>max(1, min(<Py_ssize_t>threads, items)), job.cu_seqlens != NULL)
+
+
+def gate(int isa, y, g, A_log, dt_bias, double lower_bound, int flags):
+    """y [B,T,HV,K] float32, log decay, from raw g of the same shape."""
+    cdef _Buffers buffers = _Buffers()
+    cdef kda_job job
+    cdef Py_ssize_t B, T, HV, K
+    memset(&job, 0, sizeof(job))
+    job.isa = kernels_of(isa)
+    B, T, HV, K = g.shape
+    buffers.tensor(&job.g, g, (B, T, HV, K), 1, False)
+    buffers.tensor(&job.o, y, (B, T, HV, K), 1, True)
+    if job.o.dtype != KDA_F32:
+        raise ValueError("y is float32")
+    job.A_log = buffers.floats(A_log, HV)
+    job.dt_bias = buffers.floats(dt_bias, HV * K)
+    job.N, job.T, job.H, job.HV, job.K, job.V = B, T, HV, HV, K, 1
+    job.lower_bound, job.flags = lower_bound, flags
+    run(&kda_gate_item, &job, B * T * HV, threads_for(8 * B * T * HV * K), False)
+
+
+def l2norm(int isa, y, x, double eps):
+    """y [B,T,H,K] = x / sqrt(sum(x * x) + eps) over the last axis."""
+    cdef _Buffers buffers = _Buffers()
+    cdef kda_job job
+    cdef Py_ssize_t B, T, H, K
+    memset(&job, 0, sizeof(job))
+    job.isa = kernels_of(isa)
+    B, T, H, K = x.shape
+    buffers.tensor(&job.q, x, (B, T, H, K), 1, False)
+    buffers.tensor(&job.o, y, (B, T, H, K), 1, True)
+    job.N, job.T, job.H, job.HV, job.K, job.V = B, T, H, H, K, 1
+    job.eps, job.flags = eps, KDA_L2NORM
+    run(&kda_l2norm_item, &job, B * T * H, threads_for(B * T * H * K), False)
+
+
+# ---- ceilings ----
+
+cdef struct probe_job:
+    const kda_kernels *isa
+    float *s
+    Py_ssize_t n
+    Py_ssize_t items
+
+
+cdef void probe_update_item(const void *job_, Py_ssize_t item, int thread) noexcept nogil:
+    cdef const probe_job *job = <const probe_job *>job_
+    cdef Py_ssize_t start = job.n * item // job.items, end = job.n * (item + 1) // job.items
+    if end > start:
+        job.isa.probe_update(job.s + start, 0.99, 0.01, end - start)
+
+
+cdef void probe_fma_item(const void *job_, Py_ssize_t item, int thread) noexcept nogil:
+    cdef const probe_job *job = <const probe_job *>job_
+    cdef float sink
+    job.isa.probe_fma(&sink, job.n)
+
+
+def probe_update(int isa, s):
+    """s = s * 0.99 + 0.01 in place over contiguous float32, on the threads that a large call would use."""
+    cdef _Buffers buffers = _Buffers()
+    cdef kda_tensor t
+    cdef probe_job job
+    buffers.tensor(&t, s, s.shape, 1, True)
+    if t.dtype != KDA_F32:
+        raise ValueError("s is float32")
+    job.isa, job.s, job.n = kernels_of(isa), <float *>t.data, s.shape[0]
+    cdef int threads = threads_for(job.n)
+    job.items = 32 * threads
+    with nogil:
+        kda_parallel_for(&probe_update_item, &job, job.items, threads, False)
+
+
+def probe_fma(int isa, Py_ssize_t rounds):
+    """Runs `rounds` of register-only multiply-adds on every thread; returns how many were done in all."""
+    cdef probe_job job
+    cdef float sink
+    job.isa, job.n = kernels_of(isa), rounds
+    cdef int threads = threads_for(1 << 60)
+    with nogil:
+        kda_parallel_for(&probe_fma_item, &job, threads, threads, False)
+    return threads * rounds * job.isa.probe_fma(&sink, 1)

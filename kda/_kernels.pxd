@@ -1,0 +1,89 @@
+# kernels.h, threads.h and recurrent.h as Cython sees them.
+from libc.stdint cimport int64_t, uint32_t
+
+cdef extern from "cpu.h" nogil:
+    uint32_t kda_cpu_features() noexcept
+
+cdef extern from "kernels.h" nogil:
+    struct kda_kernels:
+        const char *name
+        void *widen_f16
+        void *widen_bf16
+        void *narrow_f16
+        void *narrow_bf16
+        void *exp
+        void *sigmoid
+        void *softplus
+        void *scale
+        void *l2norm
+        void *gate_softplus
+        void *gate_bounded
+        void *step
+        void (*probe_update)(float *, float, float, Py_ssize_t) noexcept nogil
+        Py_ssize_t (*probe_fma)(float *, Py_ssize_t) noexcept nogil
+
+    struct kda_isa:
+        const kda_kernels *kernels
+        uint32_t needs
+        int runs_here
+
+    kda_isa kda_isas[16]
+    int kda_isa_count
+    void kda_dispatch_init() noexcept
+
+cdef extern from "threads.h" nogil:
+    ctypedef void kda_task_fn(const void *, Py_ssize_t, int) noexcept nogil
+    void kda_parallel_for(kda_task_fn *, const void *, Py_ssize_t, int, int) noexcept
+    const char *kda_threading() noexcept
+    int kda_openmp_limit() noexcept
+    void kda_raise_openmp_limit(int) noexcept
+
+cdef extern from "recurrent.h" nogil:
+    enum:
+        KDA_F32
+        KDA_F16
+        KDA_BF16
+        KDA_L2NORM
+        KDA_GATE
+        KDA_BOUNDED
+        KDA_BETA_SIGMOID
+        KDA_NEG_EIGVAL
+
+    struct kda_tensor:
+        void *data
+        Py_ssize_t batch
+        Py_ssize_t token
+        Py_ssize_t head
+        int dtype
+
+    struct kda_job:
+        const kda_kernels *isa
+        kda_tensor o
+        kda_tensor q
+        kda_tensor k
+        kda_tensor v
+        kda_tensor g
+        kda_tensor beta
+        kda_tensor s_out
+        kda_tensor s_in
+        const float *A_log
+        const float *dt_bias
+        const int64_t *cu_seqlens
+        Py_ssize_t N
+        Py_ssize_t T
+        Py_ssize_t H
+        Py_ssize_t HV
+        Py_ssize_t K
+        Py_ssize_t V
+        Py_ssize_t splits
+        float scale
+        float lower_bound
+        float eps
+        int flags
+        float *scratch
+
+    Py_ssize_t kda_items(const kda_job *) noexcept
+    Py_ssize_t kda_scratch_floats(const kda_job *) noexcept
+    void kda_recurrent_item(const void *, Py_ssize_t, int) noexcept
+    void kda_gate_item(const void *, Py_ssize_t, int) noexcept
+    void kda_l2norm_item(const void *, Py_ssize_t, int) noexcept

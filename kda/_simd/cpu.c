@@ -1,0 +1,68 @@
+/* CPU detection. A CPUID bit alone is not enough on x86: the registers must also be saved by the
+ * operating system (XGETBV), or the first wide instruction is a fault. */
+#include "cpu.h"
+
+#if defined(__x86_64__) || defined(_M_X64)
+
+#if defined(_MSC_VER)
+#include <intrin.h>
+static void cpuid(uint32_t leaf, uint32_t r[4]) {
+    int v[4];
+    __cpuidex(v, (int)leaf, 0);
+    for (int i = 0; i < 4; i++) r[i] = (uint32_t)v[i];
+}
+static uint32_t xcr0(void) { return (uint32_t)_xgetbv(0); }
+#else
+#include <cpuid.h>
+static void cpuid(uint32_t leaf, uint32_t r[4]) {
+    __cpuid_count(leaf, 0, r[0], r[1], r[2], r[3]);
+}
+static uint32_t xcr0(void) {
+    uint32_t lo, hi;
+    __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0)); /* the intrinsic would need -mxsave */
+    return lo;
+}
+#endif
+
+uint32_t kda_cpu_features(void) {
+    enum { OSXSAVE = 1 << 27, YMM = 0x06, ZMM = 0xe6 }; /* xcr0: sse|avx; + opmask|zmm_hi|hi16_zmm */
+    uint32_t r[4], found = 0;
+    cpuid(0, r);
+    if (r[0] < 7) return 0;
+    cpuid(1, r);
+    uint32_t c1 = r[2];
+    if (!(c1 & OSXSAVE)) return 0;
+    uint32_t saved = xcr0();
+    cpuid(7, r);
+    uint32_t b7 = r[1];
+    if ((saved & YMM) == YMM) {
+        if (c1 >> 12 & 1) found |= KDA_FMA;
+        if (c1 >> 29 & 1) found |= KDA_F16C;
+        if (b7 >> 5 & 1) found |= KDA_AVX2;
+    }
+    if ((saved & ZMM) == ZMM) {
+        if (b7 >> 16 & 1) found |= KDA_AVX512F;
+        if (b7 >> 17 & 1) found |= KDA_AVX512DQ;
+        if (b7 >> 30 & 1) found |= KDA_AVX512BW;
+        if (b7 >> 31 & 1) found |= KDA_AVX512VL;
+    }
+    return found;
+}
+
+#elif defined(__aarch64__) || defined(_M_ARM64)
+
+#if defined(__linux__)
+#include <sys/auxv.h>
+uint32_t kda_cpu_features(void) {
+    enum { HWCAP_ASIMD_BIT = 1 << 1 };
+    return getauxval(AT_HWCAP) & HWCAP_ASIMD_BIT ? KDA_NEON : 0;
+}
+#else /* macOS and Windows on Arm require Advanced SIMD */
+uint32_t kda_cpu_features(void) { return KDA_NEON; }
+#endif
+
+#else
+
+uint32_t kda_cpu_features(void) { return 0; }
+
+#endif

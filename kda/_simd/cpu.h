@@ -1,0 +1,19 @@
+/* What the CPU offers and the operating system lets us use. */
+#ifndef KDA_CPU_H
+#define KDA_CPU_H
+#include <stdint.h>
+
+enum {
+    KDA_AVX2 = 1 << 0,
+    KDA_FMA = 1 << 1,
+    KDA_F16C = 1 << 2,
+    KDA_AVX512F = 1 << 3,
+    KDA_AVX512BW = 1 << 4,
+    KDA_AVX512VL = 1 << 5,
+    KDA_AVX512DQ = 1 << 6,
+    KDA_NEON = 1 << 7
+};
+
+uint32_t kda_cpu_features(void);
+
+#endif

@@ -1,0 +1,37 @@
+/* The table of isa_table.h as pointers, and which of its rows run on this CPU. */
+#include "cpu.h"
+#include "kernels.h"
+
+#if defined(__x86_64__) || defined(_M_X64)
+#define IF_X86_64(row) row
+#else
+#define IF_X86_64(row)
+#endif
+#if defined(__aarch64__) || defined(_M_ARM64)
+#define IF_AARCH64(row) row
+#else
+#define IF_AARCH64(row)
+#endif
+#define IF_ANY(row) row
+
+#define ISA(name, machine, needs, gnu, msvc) IF_##machine(extern const struct kda_kernels kda_##name;)
+#include "isa_table.h"
+#undef ISA
+
+#define ISA(name, machine, needs, gnu, msvc) IF_##machine({&kda_##name COMMA (needs)COMMA 0} COMMA)
+#define COMMA ,
+struct kda_isa kda_isas[KDA_MAX_ISAS] = {
+#include "isa_table.h"
+};
+#undef ISA
+
+int kda_isa_count;
+
+void kda_dispatch_init(void) {
+    uint32_t here = kda_cpu_features();
+    kda_isa_count = 0;
+    while (kda_isa_count < KDA_MAX_ISAS && kda_isas[kda_isa_count].kernels) {
+        struct kda_isa *isa = &kda_isas[kda_isa_count++];
+        isa->runs_here = (here & isa->needs) == isa->needs;
+    }
+}

@@ -1,0 +1,88 @@
+/* avx2: AVX2 + FMA + F16C, 8 float lanes, 16 registers.
+ *
+ *   instruction        latency, throughput per cycle      Haswell..Skylake   Zen 2/3
+ *   vfmadd231ps ymm    4-5, 2 (ports 0, 1)                                   4, 2 (shared with vmulps)
+ *   vbroadcastss m     load port only
+ *   load / store ymm   2 / 1 per cycle                                       2 / 1
+ *
+ * What bounds the step: 4 multiply-type operations per element, so 2 cycles per vector of S from two
+ * pipes; the 2 loads and 1 store per element fit beside them while S is in L2. Beyond L2 it is the
+ * memory. With ROWS = 4 the first pass issues, per vector of columns, 6 loads, 8 FMA and 2 stores.
+ */
+#ifndef __AVX2__
+#error "isa_avx2.c needs -mavx2 -mfma -mf16c"
+#endif
+#include <immintrin.h>
+
+#include "kernels.h"
+#include "lanes.h"
+
+#define ISA_NAME avx2
+#define W 8
+#define ROWS 4
+typedef __m256 f32xw;
+
+/* Eight ones, eight zeros: the window at 8 - n is the mask of the first n lanes. */
+static const int32_t mask_window_i32[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
+KDA_INLINE __m256i first_lanes(ptrdiff_t n) {
+    return _mm256_loadu_si256((const __m256i *)(const void *)(mask_window_i32 + 8 - n));
+}
+
+KDA_INLINE f32xw vload(const float *p) { return _mm256_loadu_ps(p); }
+KDA_INLINE void vstore(float *p, f32xw x) { _mm256_storeu_ps(p, x); }
+KDA_INLINE f32xw vload_n(const float *p, ptrdiff_t n) { return _mm256_maskload_ps(p, first_lanes(n)); }
+KDA_INLINE void vstore_n(float *p, f32xw x, ptrdiff_t n) { _mm256_maskstore_ps(p, first_lanes(n), x); }
+KDA_INLINE f32xw vset1(float a) { return _mm256_set1_ps(a); }
+KDA_INLINE f32xw vadd(f32xw a, f32xw b) { return _mm256_add_ps(a, b); }
+KDA_INLINE f32xw vsub(f32xw a, f32xw b) { return _mm256_sub_ps(a, b); }
+KDA_INLINE f32xw vmul(f32xw a, f32xw b) { return _mm256_mul_ps(a, b); }
+KDA_INLINE f32xw vdiv(f32xw a, f32xw b) { return _mm256_div_ps(a, b); }
+KDA_INLINE f32xw vsqrt(f32xw a) { return _mm256_sqrt_ps(a); }
+KDA_INLINE f32xw vabs(f32xw a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+KDA_INLINE f32xw vfma(f32xw a, f32xw b, f32xw c) { return _mm256_fmadd_ps(a, b, c); }
+KDA_INLINE f32xw vfnma(f32xw a, f32xw b, f32xw c) { return _mm256_fnmadd_ps(a, b, c); }
+KDA_INLINE f32xw vmin(f32xw a, f32xw b) { return _mm256_min_ps(a, b); } /* x86 returns b on NaN */
+KDA_INLINE f32xw vmax(f32xw a, f32xw b) { return _mm256_max_ps(a, b); }
+KDA_INLINE f32xw vround(f32xw a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+KDA_INLINE f32xw vlt0(f32xw a, f32xw b, f32xw x, f32xw y) {
+    return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+
+/* 2^n as two halves, n >> 1 and the rest, each a normal exponent: the last multiplication rounds. */
+KDA_INLINE f32xw vscale2(f32xw x, f32xw n) {
+    __m256i n_i32 = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(n_i32, 1), one = _mm256_set1_epi32(127);
+    __m256i e1 = _mm256_slli_epi32(_mm256_add_epi32(half, one), 23);
+    __m256i e2 = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(n_i32, half), one), 23);
+    return _mm256_mul_ps(_mm256_mul_ps(x, _mm256_castsi256_ps(e1)), _mm256_castsi256_ps(e2));
+}
+
+KDA_INLINE float vsum(f32xw x) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+
+KDA_INLINE f32xw vload_f16(const uint16_t *p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
+}
+KDA_INLINE void vstore_f16(uint16_t *p, f32xw x) {
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+KDA_INLINE f32xw vload_bf16(const uint16_t *p) {
+    __m128i h = _mm_loadu_si128((const __m128i *)(const void *)p);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+KDA_INLINE void vstore_bf16(uint16_t *p, f32xw x) { /* add 0x7fff and the lowest kept bit; NaN: quiet it */
+    __m256i b = _mm256_castps_si256(x), low = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));
+    __m256i up = _mm256_add_epi32(b, _mm256_add_epi32(low, _mm256_set1_epi32(0x7fff)));
+    __m256i nan = _mm256_or_si256(b, _mm256_set1_epi32(0x400000));
+    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    __m256i top = _mm256_srli_epi32(_mm256_blendv_epi8(up, nan, is_nan), 16);
+    __m128i h = _mm_packus_epi32(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1));
+    _mm_storeu_si128((__m128i *)(void *)p, h);
+}
+
+#include "math.inc"
+#include "probe.inc"
+#include "step.inc"
+#include "table.inc"

@@ -1,0 +1,76 @@
+/* avx512: AVX-512 F, BW, VL, DQ, 16 float lanes, 32 registers, masked tails.
+ *
+ *   instruction        Skylake-X .. Sapphire Rapids               Zen 4
+ *   vfmadd231ps zmm    latency 4, 2 per cycle (1 on some parts)   4, 1 per cycle (two 256-bit halves)
+ *   load / store zmm   2 / 1 per cycle                            1 / 0.5 per cycle
+ *   vscalefps zmm      latency 4: ldexp with the rounding and the subnormals done by the hardware
+ *
+ * What bounds the step: 4 multiply-type operations per element. ROWS = 8 keeps 16 row factors in
+ * registers; per vector of columns the first pass issues 10 loads, 16 FMA and 2 stores.
+ */
+#ifndef __AVX512F__
+#error "isa_avx512.c needs -mavx512f -mavx512bw -mavx512vl -mavx512dq"
+#endif
+#include <immintrin.h>
+
+#include "kernels.h"
+#include "lanes.h"
+
+#define ISA_NAME avx512
+#define W 16
+#define ROWS 8
+typedef __m512 f32xw;
+
+KDA_INLINE __mmask16 first_lanes(ptrdiff_t n) { return (__mmask16)((1u << n) - 1u); }
+
+KDA_INLINE f32xw vload(const float *p) { return _mm512_loadu_ps(p); }
+KDA_INLINE void vstore(float *p, f32xw x) { _mm512_storeu_ps(p, x); }
+KDA_INLINE f32xw vload_n(const float *p, ptrdiff_t n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+KDA_INLINE void vstore_n(float *p, f32xw x, ptrdiff_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), x); }
+KDA_INLINE f32xw vset1(float a) { return _mm512_set1_ps(a); }
+KDA_INLINE f32xw vadd(f32xw a, f32xw b) { return _mm512_add_ps(a, b); }
+KDA_INLINE f32xw vsub(f32xw a, f32xw b) { return _mm512_sub_ps(a, b); }
+KDA_INLINE f32xw vmul(f32xw a, f32xw b) { return _mm512_mul_ps(a, b); }
+KDA_INLINE f32xw vdiv(f32xw a, f32xw b) { return _mm512_div_ps(a, b); }
+KDA_INLINE f32xw vsqrt(f32xw a) { return _mm512_sqrt_ps(a); }
+KDA_INLINE f32xw vabs(f32xw a) { return _mm512_abs_ps(a); }
+KDA_INLINE f32xw vfma(f32xw a, f32xw b, f32xw c) { return _mm512_fmadd_ps(a, b, c); }
+KDA_INLINE f32xw vfnma(f32xw a, f32xw b, f32xw c) { return _mm512_fnmadd_ps(a, b, c); }
+KDA_INLINE f32xw vmin(f32xw a, f32xw b) { return _mm512_min_ps(a, b); } /* x86 returns b on NaN */
+KDA_INLINE f32xw vmax(f32xw a, f32xw b) { return _mm512_max_ps(a, b); }
+KDA_INLINE f32xw vround(f32xw a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+KDA_INLINE f32xw vlt0(f32xw a, f32xw b, f32xw x, f32xw y) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+}
+KDA_INLINE f32xw vscale2(f32xw x, f32xw n) { return _mm512_scalef_ps(x, n); }
+
+KDA_INLINE float vsum(f32xw x) {
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+
+KDA_INLINE f32xw vload_f16(const uint16_t *p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
+}
+KDA_INLINE void vstore_f16(uint16_t *p, f32xw x) {
+    __m256i h = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_storeu_si256((__m256i *)(void *)p, h);
+}
+KDA_INLINE f32xw vload_bf16(const uint16_t *p) {
+    __m256i h = _mm256_loadu_si256((const __m256i *)(const void *)p);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+KDA_INLINE void vstore_bf16(uint16_t *p, f32xw x) { /* add 0x7fff and the lowest kept bit; NaN: quiet it */
+    __m512i b = _mm512_castps_si512(x), low = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));
+    __m512i up = _mm512_add_epi32(b, _mm512_add_epi32(low, _mm512_set1_epi32(0x7fff)));
+    __m512i nan = _mm512_or_si512(b, _mm512_set1_epi32(0x400000));
+    __m512i top = _mm512_srli_epi32(_mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), up, nan), 16);
+    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(top));
+}
+
+#include "math.inc"
+#include "probe.inc"
+#include "step.inc"
+#include "table.inc"

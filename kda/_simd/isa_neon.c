@@ -1,0 +1,73 @@
+/* neon: Advanced SIMD of ARMv8.0, 4 float lanes, 32 registers.
+ *
+ *   instruction      Cortex-A53   Cortex-A76      Neoverse N1/V1, Apple M
+ *   fmla 4s          4-8, 1       4, 2            4, 2 / 4
+ *   ldr q / str q    1 / 1        2 / 1..2        2..3 / 2
+ *
+ * What bounds the step: 4 multiply-type operations per element of S. ROWS = 8 keeps 16 row factors in
+ * registers; per vector of columns the first pass issues 10 loads, 16 fmla and 2 stores.
+ */
+#if !defined(__ARM_NEON) && !defined(_M_ARM64)
+#error "isa_neon.c needs Advanced SIMD"
+#endif
+#include <arm_neon.h>
+
+#include "kernels.h"
+#include "lanes.h"
+
+#define ISA_NAME neon
+#define W 4
+#define ROWS 8
+typedef float32x4_t f32xw;
+
+KDA_INLINE f32xw vload(const float *p) { return vld1q_f32(p); }
+KDA_INLINE void vstore(float *p, f32xw x) { vst1q_f32(p, x); }
+KDA_INLINE f32xw vload_n(const float *p, ptrdiff_t n) {
+    float lanes[4] = {0};
+    for (ptrdiff_t i = 0; i < n; i++) lanes[i] = p[i];
+    return vld1q_f32(lanes);
+}
+KDA_INLINE void vstore_n(float *p, f32xw x, ptrdiff_t n) {
+    float lanes[4];
+    vst1q_f32(lanes, x);
+    for (ptrdiff_t i = 0; i < n; i++) p[i] = lanes[i];
+}
+KDA_INLINE f32xw vset1(float a) { return vdupq_n_f32(a); }
+KDA_INLINE f32xw vadd(f32xw a, f32xw b) { return vaddq_f32(a, b); }
+KDA_INLINE f32xw vsub(f32xw a, f32xw b) { return vsubq_f32(a, b); }
+KDA_INLINE f32xw vmul(f32xw a, f32xw b) { return vmulq_f32(a, b); }
+KDA_INLINE f32xw vdiv(f32xw a, f32xw b) { return vdivq_f32(a, b); }
+KDA_INLINE f32xw vsqrt(f32xw a) { return vsqrtq_f32(a); }
+KDA_INLINE f32xw vabs(f32xw a) { return vabsq_f32(a); }
+KDA_INLINE f32xw vfma(f32xw a, f32xw b, f32xw c) { return vfmaq_f32(c, a, b); }
+KDA_INLINE f32xw vfnma(f32xw a, f32xw b, f32xw c) { return vfmsq_f32(c, a, b); }
+KDA_INLINE f32xw vmin(f32xw a, f32xw b) { return vminq_f32(a, b); } /* NaN wins on Arm */
+KDA_INLINE f32xw vmax(f32xw a, f32xw b) { return vmaxq_f32(a, b); }
+KDA_INLINE f32xw vround(f32xw a) { return vrndnq_f32(a); }
+KDA_INLINE f32xw vlt0(f32xw a, f32xw b, f32xw x, f32xw y) { return vbslq_f32(vcltq_f32(a, b), x, y); }
+
+/* 2^n as two halves, n >> 1 and the rest, each a normal exponent: the last multiplication rounds. */
+KDA_INLINE f32xw vscale2(f32xw x, f32xw n) {
+    int32x4_t n_i32 = vcvtq_s32_f32(n), half = vshrq_n_s32(n_i32, 1), one = vdupq_n_s32(127);
+    int32x4_t e1 = vshlq_n_s32(vaddq_s32(half, one), 23);
+    int32x4_t e2 = vshlq_n_s32(vaddq_s32(vsubq_s32(n_i32, half), one), 23);
+    return vmulq_f32(vmulq_f32(x, vreinterpretq_f32_s32(e1)), vreinterpretq_f32_s32(e2));
+}
+
+KDA_INLINE float vsum(f32xw x) { return vaddvq_f32(x); }
+
+/* float16 through its own instructions, on the bits: no compiler's half type is needed. */
+KDA_INLINE f32xw vload_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+KDA_INLINE void vstore_f16(uint16_t *p, f32xw x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
+KDA_INLINE f32xw vload_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+KDA_INLINE void vstore_bf16(uint16_t *p, f32xw x) { /* add 0x7fff and the lowest kept bit; NaN: quiet it */
+    uint32x4_t b = vreinterpretq_u32_f32(x), low = vandq_u32(vshrq_n_u32(b, 16), vdupq_n_u32(1));
+    uint32x4_t up = vaddq_u32(b, vaddq_u32(low, vdupq_n_u32(0x7fff)));
+    uint32x4_t nan = vorrq_u32(b, vdupq_n_u32(0x400000));
+    vst1_u16(p, vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), up, nan), 16));
+}
+
+#include "math.inc"
+#include "probe.inc"
+#include "step.inc"
+#include "table.inc"

@@ -1,0 +1,130 @@
+/* scalar: the oracle. Plain C, one element at a time, libm for exp; built without vectorisation and
+ * without contraction. Every other ISA is compared with this file, and this file with reference.py.
+ * It is also what a machine runs that has no row of its own: bound by one multiply-add a cycle or less.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#define ISA_NAME scalar
+
+static uint32_t bits_of(float x) {
+    uint32_t b;
+    memcpy(&b, &x, sizeof b);
+    return b;
+}
+
+static float float_of(uint32_t b) {
+    float x;
+    memcpy(&x, &b, sizeof x);
+    return x;
+}
+
+static float f32_of_f16(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fffu;
+    if (rest >= 0x7c00) /* inf, NaN: a NaN comes out quiet */
+        return float_of(sign | 0x7f800000 | (rest & 0x3ff) << 13 | (rest > 0x7c00 ? 0x400000u : 0u));
+    if (rest >= 0x400) return float_of(sign | ((rest << 13) + (112u << 23)));
+    float x = (float)rest * 0x1p-24f; /* zero and subnormals */
+    return sign ? -x : x;
+}
+
+static uint16_t f16_of_f32(float x) {
+    uint32_t b = bits_of(x), sign = b >> 16 & 0x8000, rest = b & 0x7fffffff;
+    if (rest > 0x7f800000) return (uint16_t)(sign | 0x7e00 | (rest >> 13 & 0x3ff));
+    if (rest >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* >= 65520 rounds to inf */
+    if (rest < 0x38800000) {                                  /* below 2^-14: let the adder round at 2^-24 */
+        float scaled = float_of(rest) + 0.5f;
+        return (uint16_t)(sign | (bits_of(scaled) - bits_of(0.5f)));
+    }
+    rest += 0xfff + (rest >> 13 & 1); /* nearest, ties to even */
+    return (uint16_t)(sign | (rest - (112u << 23)) >> 13);
+}
+
+static float f32_of_bf16(uint16_t h) { return float_of((uint32_t)h << 16); }
+
+static uint16_t bf16_of_f32(float x) {
+    uint32_t b = bits_of(x);
+    if (x != x) return (uint16_t)(b >> 16 | 0x40);
+    return (uint16_t)((b + 0x7fff + (b >> 16 & 1)) >> 16);
+}
+
+static float sigmoid_of(float x) {
+    float e = expf(-fabsf(x));
+    return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+}
+
+static float softplus_of(float x) { return (x > 0.0f ? x : 0.0f) + log1pf(expf(-fabsf(x))); }
+
+#define MAP(name, to, from, expression)                                  \
+    static void name(to *y, const from *x, ptrdiff_t n) {                \
+        for (ptrdiff_t i = 0; i < n; i++) y[i] = expression(x[i]);       \
+    }
+MAP(widen_f16, float, uint16_t, f32_of_f16)
+MAP(widen_bf16, float, uint16_t, f32_of_bf16)
+MAP(narrow_f16, uint16_t, float, f16_of_f32)
+MAP(narrow_bf16, uint16_t, float, bf16_of_f32)
+MAP(exp_map, float, float, expf)
+MAP(sigmoid_map, float, float, sigmoid_of)
+MAP(softplus_map, float, float, softplus_of)
+
+static void scale(float *y, const float *x, float a, ptrdiff_t n) {
+    for (ptrdiff_t i = 0; i < n; i++) y[i] = a * x[i];
+}
+
+static float dot(const float *x, const float *y, ptrdiff_t n) {
+    float sum = 0.0f;
+    for (ptrdiff_t i = 0; i < n; i++) sum += x[i] * y[i];
+    return sum;
+}
+
+static void l2norm(float *y, const float *x, float a, float eps, ptrdiff_t n) {
+    float factor = a / sqrtf(dot(x, x, n) + eps);
+    for (ptrdiff_t i = 0; i < n; i++) y[i] = factor * x[i];
+}
+
+static void gate_softplus(float *y, const float *x, const float *bias, float ea, float bound, ptrdiff_t n) {
+    (void)bound;
+    for (ptrdiff_t i = 0; i < n; i++) y[i] = -ea * softplus_of(x[i] + (bias ? bias[i] : 0.0f));
+}
+
+static void gate_bounded(float *y, const float *x, const float *bias, float ea, float bound, ptrdiff_t n) {
+    for (ptrdiff_t i = 0; i < n; i++) y[i] = bound * sigmoid_of(ea * (x[i] + (bias ? bias[i] : 0.0f)));
+}
+
+static void step(float *o, float *s_out, float *work, const float *s_in, const float *q, const float *k,
+                 const float *v, const float *decay, float beta, ptrdiff_t K, ptrdiff_t V, ptrdiff_t ld_out,
+                 ptrdiff_t ld_in) {
+    float *u = work + 2 * K;
+    float qk = dot(q, k, K);
+    for (ptrdiff_t j = 0; j < V; j++) u[j] = o[j] = 0.0f;
+    for (ptrdiff_t i = 0; i < K; i++) {
+        float kd = decay[i] * k[i], qd = decay[i] * q[i];
+        for (ptrdiff_t j = 0; j < V; j++) {
+            u[j] += kd * s_in[i * ld_in + j];
+            o[j] += qd * s_in[i * ld_in + j];
+        }
+    }
+    for (ptrdiff_t j = 0; j < V; j++) {
+        u[j] = beta * (v[j] - u[j]);
+        o[j] += qk * u[j];
+    }
+    for (ptrdiff_t i = 0; i < K; i++)
+        for (ptrdiff_t j = 0; j < V; j++)
+            s_out[i * ld_out + j] = decay[i] * s_in[i * ld_in + j] + k[i] * u[j];
+}
+
+static void probe_update(float *s, float a, float b, ptrdiff_t n) {
+    for (ptrdiff_t i = 0; i < n; i++) s[i] = s[i] * a + b;
+}
+
+static ptrdiff_t probe_fma(float *y, ptrdiff_t n) {
+    float acc[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    for (ptrdiff_t i = 0; i < n; i++)
+        for (int j = 0; j < 8; j++) acc[j] = acc[j] * 0.999f + 0.001f;
+    *y = acc[0] + acc[1] + acc[2] + acc[3] + acc[4] + acc[5] + acc[6] + acc[7];
+    return n * 8;
+}
+
+#include "table.inc"

@@ -1,0 +1,41 @@
+/* The lane words. Each SIMD file defines these before it includes the .inc files, which are
+ * written in nothing else, so that an algorithm stands once and runs at every width.
+ *
+ *   W                      float lanes in a vector
+ *   f32xw                  W floats
+ *   vload(p) vstore(p, x)  W floats, any address
+ *   vload_n(p, n)          n < W floats, the other lanes 0; touches nothing past n
+ *   vstore_n(p, x, n)
+ *   vset1(a)               a in every lane
+ *   vadd vsub vmul vdiv vsqrt vabs
+ *   vfma(a, b, c)          a * b + c, rounded once;  vfnma(a, b, c): c - a * b
+ *   vmin(a, b) vmax(a, b)  where b is NaN the result is NaN
+ *   vround(x)              nearest integer, ties to even
+ *   vscale2(x, n)          x * 2^n; n holds integers in [-150, 128]; overflow and underflow as ldexp
+ *   vlt0(a, b, x, y)       a < b ? x : y
+ *   vsum(x)                the sum of the lanes, in one fixed order
+ *   vload_f16(p) vload_bf16(p) vstore_f16(p, x) vstore_bf16(p, x)     W halves
+ *   ROWS                   rows of S taken together in the delta rule (registers decide)
+ */
+#ifndef KDA_LANES_H
+#define KDA_LANES_H
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(_MSC_VER) && !defined(__clang__)
+#define KDA_INLINE static __forceinline
+#else
+#define KDA_INLINE static inline __attribute__((always_inline))
+#endif
+
+/* n elements in steps of W: BODY(i, W) for the whole vectors, then once BODY(i, what is left).
+ * The compiler sees the constant in the first call, so the tail's masks cost the main loop nothing. */
+#define FOR_LANES(i, n, BODY)                                            \
+    do {                                                                 \
+        ptrdiff_t i = 0;                                                 \
+        for (; i + W <= (n); i += W) BODY(i, W);                         \
+        if (i < (n)) BODY(i, (n) - i);                                   \
+    } while (0)
+
+#endif

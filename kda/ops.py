@@ -1,0 +1,355 @@
+"""The functions of fla.ops.kda over numpy arrays.
+
+Here arguments become what the core takes (or an error that says what would be right), and nothing is
+computed. The formulas are in reference.py, one line each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from kda import _core
+from kda.runtime import isa_index
+
+_F32 = np.dtype(np.float32)
+_F16 = np.dtype(np.float16)
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+
+Array = NDArray[Any]
+
+
+# ---- arguments ----
+
+def _described(x: Array) -> str:
+    return f"{x.dtype} {list(x.shape)}"
+
+
+def _check_dtype(name: str, x: Array) -> None:
+    if x.dtype.newbyteorder("=") in (_F32, _F16) or x.dtype == _BF16:
+        return
+    raise TypeError(
+        f"{name}: expected float32, float16 or bfloat16, got {_described(x)}; convert with {name}.astype(np.float32)")
+
+
+def _input(name: str, x: Any, inner: bool = True) -> Array:
+    """x for the core: native byte order, aligned, last axis contiguous if `inner`, bfloat16 as its uint16 bits."""
+    if type(x) is not np.ndarray:
+        x = np.asarray(x)
+    dtype = x.dtype
+    if dtype is not _F32:
+        _check_dtype(name, x)
+        if dtype == _BF16:
+            x = x.view(np.uint16)
+        elif not dtype.isnative:
+            x = x.astype(dtype.newbyteorder("="))
+    flags = x.flags
+    if flags.c_contiguous and flags.aligned:
+        return x
+    if (inner and x.ndim and x.shape[-1] > 1 and x.strides[-1] != x.itemsize) or not flags.aligned:
+        x = np.array(x, order="C")
+    return x
+
+
+def _shape_error(name: str, x: Array, want: Sequence[Any], why: str = "") -> ValueError:
+    dims = ", ".join(str(d) for d in want)
+    return ValueError(f"{name}: expected [{dims}]{why}, got {list(x.shape)}")
+
+
+def _output(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: dict[str, Any],
+            inner: int = 1) -> Array:
+    """A caller's array to be written in place: exactly right, or refused. `inner` last axes must be contiguous."""
+    if not isinstance(x, np.ndarray):
+        raise TypeError(f"{name}: expected a numpy array to write into, got {type(x).__name__}")
+    if x.dtype != dtype or x.shape != shape:
+        raise ValueError(f"{name}: expected {dtype} {list(shape)}, got {_described(x)}")
+    if not x.flags.writeable:
+        raise ValueError(f"{name}: is read-only; an update in place would be lost")
+    run = x.itemsize
+    for axis in range(x.ndim - 1, -1, -1):
+        step = x.strides[axis]
+        if x.shape[axis] > 1 and (step != run if axis >= x.ndim - inner else abs(step) < run):
+            raise ValueError(f"{name}: axis {axis} has a stride of {step} bytes, expected {run}; "
+                             f"pass a C-contiguous array")
+        run = max(run, run * x.shape[axis] if axis >= x.ndim - inner else abs(step) * x.shape[axis])
+    if not x.flags.aligned:
+        raise ValueError(f"{name}: is not aligned to its element size")
+    for other, array in inputs.items():
+        if array is not None and np.may_share_memory(x, array) and np.shares_memory(x, array):
+            raise ValueError(f"{name}: overlaps {other}; pass a separate array")
+    return x.view(np.uint16) if dtype == _BF16 else x
+
+
+def _floats(name: str, x: Any, size: int, what: str) -> Array | None:
+    """A small per-head parameter as `size` contiguous float32."""
+    if x is None:
+        return None
+    x = np.asarray(x)
+    _check_dtype(name, x)
+    if x.size != size:
+        raise ValueError(f"{name}: expected {size} values ({what}), got {list(x.shape)}")
+    return np.ascontiguousarray(x, dtype=np.float32).reshape(size)
+
+
+def _gate_flags(A_log: Any, lower_bound: float | None) -> int:
+    if lower_bound is None:
+        if A_log is None:
+            raise ValueError("A_log: the softplus gate needs A_log; pass A_log [HV], or lower_bound for the bounded gate")
+        return _core.F_GATE
+    if not (lower_bound < 0 and math.isfinite(lower_bound)):
+        raise ValueError(f"lower_bound: expected a finite number below 0, got {lower_bound}")
+    return _core.F_GATE | _core.F_BOUNDED
+
+
+def _sequences(cu_seqlens: Any, B: int, T: int) -> NDArray[np.int64]:
+    cu = np.asarray(cu_seqlens)
+    if cu.dtype.kind not in "iu":
+        raise TypeError(f"cu_seqlens: expected integers, got {_described(cu)}")
+    if cu.ndim != 1 or cu.size < 1:
+        raise ValueError(f"cu_seqlens: expected [N + 1], got {list(cu.shape)}")
+    if B != 1:
+        raise ValueError(f"cu_seqlens: sequences are packed along T of one batch row; expected B = 1, got B = {B}")
+    cu = np.ascontiguousarray(cu, dtype=np.int64)
+    if cu[0] != 0:
+        raise ValueError(f"cu_seqlens: expected to start at 0, got {cu[0]}")
+    falls = np.flatnonzero(np.diff(cu) < 0)
+    if falls.size:
+        i = int(falls[0])
+        raise ValueError(f"cu_seqlens: expected not to decrease, got {cu[i]} then {cu[i + 1]} at {i}")
+    if cu[-1] != T:
+        raise ValueError(f"cu_seqlens: expected to end at T = {T}, got {cu[-1]}")
+    return cu
+
+
+# ---- operations ----
+
+def fused_recurrent_kda(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Array | Sequence[int] | None = None,
+    *,
+    out: Array | None = None,
+    state_out: Array | None = None,
+    isa: str | None = None,
+) -> tuple[Array, NDArray[np.float32] | None]:
+    """Kimi Delta Attention, token by token: the decode step, and the plain form of prefill.
+
+    Per token and value head, in float32 (Kimi Linear, arXiv:2510.26692; reference.py is the float64
+    definition):
+
+        S <- diag(exp(g)) S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T (scale q)
+
+    Parameters
+    ----------
+    q, k : [B, T, H, K] float32, float16 or bfloat16 (dtypes may differ; any strides and byte order).
+    v : [B, T, HV, V]. HV is a multiple of H; value head j uses q/k head j // (HV // H).
+    g : [B, T, HV, K] log decay, <= 0 and -inf allowed; raw logits with use_gate_in_kernel.
+    beta : [B, T, HV]; raw logits with use_beta_sigmoid_in_kernel.
+    A_log : [HV], dt_bias : [HV * K]. Read only with use_gate_in_kernel; see fused_kda_gate.
+    scale : factor on q, after the norm. Default K ** -0.5.
+    initial_state : [N, HV, K, V] float32, never changed ([N, HV, V, K] with state_v_first). Default zeros.
+        N is B, or the number of sequences of cu_seqlens.
+    output_final_state : return the state after the last token.
+    use_qk_l2norm_in_kernel : q and k are divided by sqrt(sum of squares + 1e-6) first.
+    use_beta_sigmoid_in_kernel : beta = sigmoid(beta).
+    allow_neg_eigval : beta is doubled, to (0, 2). Needs use_beta_sigmoid_in_kernel.
+    lower_bound : chooses the bounded gate; see fused_kda_gate. Read only with use_gate_in_kernel.
+    cu_seqlens : [N + 1] integers from 0 to T: N sequences packed along T of one batch row; empty ones keep
+        their initial state, bit for bit.
+    out : [B, T, HV, V] of v's dtype, receives o.
+    state_out : [N, HV, K, V] float32 (not with state_v_first), receives the final state; heads contiguous.
+        It may be initial_state itself: an update in place, without a copy. Implies output_final_state.
+    isa : one of kda.isas(). Default the best here, or KDA_ISA.
+
+    Returns
+    -------
+    o : [B, T, HV, V] of v's dtype.
+    final_state : [N, HV, K, V] float32 ([N, HV, V, K] with state_v_first), or None.
+
+    Raises
+    ------
+    TypeError for float64 or integer arrays; ValueError for shapes, cu_seqlens or options that do not fit
+    together. Nothing has been written then.
+    """
+    row = isa_index(isa)
+    q, k, v, g = _input("q", q), _input("k", k), _input("v", v), _input("g", g)
+    beta = _input("beta", beta, inner=False)
+    if q.ndim != 4:
+        raise _shape_error("q", q, ["B", "T", "H", "K"])
+    if v.ndim != 4:
+        raise _shape_error("v", v, ["B", "T", "HV", "V"])
+    B, T, H, K = q.shape
+    HV, V = v.shape[2], v.shape[3]
+    if k.shape != q.shape:
+        raise _shape_error("k", k, q.shape, " (the shape of q)")
+    if v.shape[0] != B or v.shape[1] != T:
+        raise _shape_error("v", v, [B, T, "HV", "V"], " (B and T of q)")
+    if H < 1 or K < 1:
+        raise _shape_error("q", q, ["B", "T", "H >= 1", "K >= 1"])
+    if HV < 1 or V < 1 or HV % H:
+        raise _shape_error("v", v, [B, T, f"a multiple of H = {H}", "V >= 1"])
+    if g.shape != (B, T, HV, K):
+        raise _shape_error("g", g, (B, T, HV, K), " (HV of v, K of q)")
+    if beta.shape != (B, T, HV):
+        raise _shape_error("beta", beta, (B, T, HV), " (HV of v)")
+
+    flags = _core.F_L2NORM if use_qk_l2norm_in_kernel else 0
+    if use_gate_in_kernel:
+        flags |= _gate_flags(A_log, lower_bound)
+        A_log = _floats("A_log", A_log, HV, "HV: one per value head")
+        dt_bias = _floats("dt_bias", dt_bias, HV * K, "HV * K, head by head")
+    else:
+        A_log = dt_bias = lower_bound = None
+    if use_beta_sigmoid_in_kernel:
+        flags |= _core.F_BETA_SIGMOID | (_core.F_NEG_EIGVAL if allow_neg_eigval else 0)
+    elif allow_neg_eigval:
+        raise ValueError("allow_neg_eigval: doubles the sigmoid, so it needs use_beta_sigmoid_in_kernel=True")
+
+    N = B
+    if cu_seqlens is not None:
+        cu_seqlens = _sequences(cu_seqlens, B, T)
+        N = cu_seqlens.size - 1
+    state_shape = (N, HV, K, V)
+    initial = initial_state
+    if initial is not None:
+        initial = np.asarray(initial)
+        want = (N, HV, V, K) if state_v_first else state_shape
+        if initial.dtype.newbyteorder("=") != _F32:
+            raise TypeError(f"initial_state: expected float32 {list(want)}, got {_described(initial)}; "
+                            f"convert with initial_state.astype(np.float32)")
+        if initial.shape != want:
+            raise _shape_error("initial_state", initial, want, " (V first)" if state_v_first else "")
+        if state_v_first:
+            initial = np.swapaxes(initial, 2, 3)
+        if not (initial.flags.carray or _head_contiguous(initial)):
+            initial = np.ascontiguousarray(initial, dtype=np.float32)
+
+    inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    if state_out is None:
+        final = np.empty(state_shape, np.float32)
+    else:
+        if state_v_first:
+            raise ValueError("state_out: is [N, HV, K, V]; it cannot be combined with state_v_first")
+        final = _output("state_out", state_out, state_shape, _F32, inputs, inner=2)
+        same = initial is not None and final is not initial and np.may_share_memory(final, initial)
+        if same and not _same_memory(final, initial) and np.shares_memory(final, initial):
+            raise ValueError("state_out: overlaps initial_state; pass initial_state itself or a separate array")
+    if out is None:
+        o = np.empty((B, T, HV, V), v.dtype)
+    else:
+        o = _output("out", out, v.shape, _BF16 if v.dtype == np.uint16 else v.dtype,
+                    inputs | {"initial_state": initial, "state_out": state_out})
+
+    _core.recurrent(row, o, final, initial, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
+                    K**-0.5 if scale is None else scale, 0.0 if lower_bound is None else lower_bound, flags)
+
+    if out is not None:
+        o = out
+    elif o.dtype == np.uint16:
+        o = o.view(_BF16)
+    if state_out is not None:
+        return o, state_out
+    if not output_final_state:
+        return o, None
+    return o, np.ascontiguousarray(np.swapaxes(final, 2, 3)) if state_v_first else final
+
+
+def _head_contiguous(state: Array) -> bool:
+    """Whether each head's [K, V] block of a state lies contiguous and aligned in native float32."""
+    K, V = state.shape[2:]
+    return (state.dtype.isnative and state.flags.aligned and (V == 1 or state.strides[3] == 4)
+            and (K == 1 or state.strides[2] == 4 * V))
+
+
+def _same_memory(a: Array, b: Array) -> bool:
+    return a.ctypes.data == b.ctypes.data and all(
+        s == t for s, t, n in zip(a.strides, b.strides, a.shape, strict=True) if n > 1)
+
+
+def fused_kda_gate(
+    g: Array,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    lower_bound: float | None = None,
+    *,
+    isa: str | None = None,
+) -> NDArray[np.float32]:
+    """The decay gate: raw logits to log decay, with z = g + dt_bias.
+
+        lower_bound is None:  -exp(A_log) * softplus(z)                      (Kimi-Linear)
+        lower_bound given:    lower_bound * sigmoid(exp(A_log) * z)          (K3; A_log None: sigmoid(z))
+
+    Parameters
+    ----------
+    g : [..., HV, K] float32, float16 or bfloat16 logits.
+    A_log : [HV], one per head; required without lower_bound. dt_bias : [HV * K], head by head.
+    lower_bound : finite, below 0 (K3: -5.0).
+    isa : one of kda.isas().
+
+    Returns
+    -------
+    [..., HV, K] float32, natural log, <= 0. float32 whatever g's dtype: a decay rounded to 16 bits drifts.
+
+    Raises
+    ------
+    ValueError without A_log and lower_bound, for lower_bound >= 0, for a wrong length of A_log or dt_bias;
+    TypeError for float64 or integer arrays.
+    """
+    row = isa_index(isa)
+    g = _input("g", g)
+    if g.ndim < 2 or g.shape[-1] < 1 or g.shape[-2] < 1:
+        raise _shape_error("g", g, ["...", "HV", "K"])
+    HV, K = g.shape[-2:]
+    flags = _gate_flags(A_log, lower_bound)
+    y = np.empty(g.shape, np.float32)
+    g4, y4 = g.reshape(1, -1, HV, K), y.reshape(1, -1, HV, K)
+    _core.gate(row, y4, g4, _floats("A_log", A_log, HV, "HV: one per value head"),
+               _floats("dt_bias", dt_bias, HV * K, "HV * K, head by head"),
+               0.0 if lower_bound is None else lower_bound, flags)
+    return y
+
+
+def l2norm(x: Array, eps: float = 1e-6, *, isa: str | None = None) -> Array:
+    """x / sqrt(sum(x * x) + eps) over the last axis; eps inside the root, on the sum.
+
+    Parameters
+    ----------
+    x : [..., K] float32, float16 or bfloat16, computed in float32. isa : one of kda.isas().
+
+    Returns
+    -------
+    [..., K] of x's dtype.
+
+    Raises
+    ------
+    TypeError for float64 or integer arrays; ValueError for an empty last axis or a negative eps.
+    """
+    row = isa_index(isa)
+    x = _input("x", x)
+    if x.ndim < 1 or x.shape[-1] < 1:
+        raise _shape_error("x", x, ["...", "K >= 1"])
+    if not eps >= 0:
+        raise ValueError(f"eps: expected a number >= 0, got {eps}")
+    y = np.empty(x.shape, x.dtype)
+    four = (1, -1, 1, x.shape[-1])
+    _core.l2norm(row, y.reshape(four), x.reshape(four), eps)
+    return y.view(_BF16) if y.dtype == np.uint16 else y

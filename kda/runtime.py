@@ -1,0 +1,187 @@
+"""Which ISA runs, and on how many threads."""
+
+import math
+import os
+import platform
+import re
+from pathlib import Path
+
+from kda import _core
+
+_ROWS = _core.isa_rows()
+_INDEX = {name: i for i, (name, runs_here, _) in enumerate(_ROWS) if runs_here}
+
+# The bits of cpu.h, for people.
+_FEATURES = ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "neon"]
+
+
+def isas() -> dict[str, bool]:
+    """The ISAs built into this package, best first: {name: whether this CPU and its OS run it}."""
+    return {name: runs_here for name, runs_here, _ in _ROWS}
+
+
+def missing_features(isa: str) -> list[str]:
+    """The CPU features that `isa` needs and this machine lacks."""
+    bits = {name: missing for name, _, missing in _ROWS}[isa]
+    return [feature for i, feature in enumerate(_FEATURES) if bits >> i & 1]
+
+
+def isa_index(isa: str | None) -> int:
+    """The row of `isa` in the core's table; None is the ISA chosen at import. ValueError with the list otherwise."""
+    if isa is None:
+        return _chosen
+    try:
+        return _INDEX[isa]
+    except (KeyError, TypeError):
+        raise ValueError(_no_such_isa("isa", isa)) from None
+
+
+def chosen_isa() -> str:
+    """The ISA that runs when a call names none."""
+    return _ROWS[_chosen][0]
+
+
+def _no_such_isa(where: str, name: object) -> str:
+    built = isas()
+    runs = ", ".join(n for n, runs_here in built.items() if runs_here)
+    why = f"this machine lacks {', '.join(missing_features(name))}" if isinstance(name, str) and name in built else (
+        "there is no such ISA in this build")
+    return f"{where}={name!r}: {why}; available here: {runs}"
+
+
+def _choose() -> int:
+    name = os.environ.get("KDA_ISA", "")
+    if not name:
+        return next(i for i, (_, runs_here, _) in enumerate(_ROWS) if runs_here)
+    if name not in _INDEX:
+        raise ImportError(_no_such_isa("KDA_ISA", name))
+    return _INDEX[name]
+
+
+def _cgroup_cpus() -> float:
+    """The CPU quota of this process's cgroup in CPUs, inf without one (cgroup v2, then v1)."""
+    quota = math.inf
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return quota
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, read = Path("/sys/fs/cgroup"), _quota_v2
+        elif "cpu" in controllers.split(","):
+            root, read = Path("/sys/fs/cgroup/cpu"), _quota_v1
+        else:
+            continue
+        here = root / path.lstrip("/")
+        for folder in [here, *here.parents]:  # every level above limits too
+            if root == folder or root in folder.parents:
+                quota = min(quota, read(folder))
+    return quota
+
+
+def _quota_v2(folder: Path) -> float:
+    try:
+        limit, period = (folder / "cpu.max").read_text().split()
+        return math.inf if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        return math.inf
+
+
+def _quota_v1(folder: Path) -> float:
+    try:
+        limit = int((folder / "cpu.cfs_quota_us").read_text())
+        return math.inf if limit <= 0 else limit / int((folder / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        return math.inf
+
+
+def available_cpus() -> int:
+    """CPUs this process may use: min(affinity, cgroup quota rounded up), at least 1."""
+    try:
+        count = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS, Windows
+        count = os.cpu_count() or 1
+    quota = _cgroup_cpus()
+    return max(1, count if quota == math.inf else min(count, math.ceil(quota)))
+
+
+def set_num_threads(n: int) -> None:
+    """Use at most `n` threads per call, in this process. ValueError below 1.
+
+    The number also stays within what OpenMP grants the calling thread (OMP_NUM_THREADS, threadpoolctl);
+    asking for more than that here raises that grant for the calling thread.
+    """
+    if isinstance(n, bool) or not hasattr(n, "__index__"):
+        raise TypeError(f"n: expected an int, got {type(n).__name__}")
+    n = n.__index__()
+    if not 1 <= n <= 1024:
+        raise ValueError(f"n: expected 1 to 1024 threads, got {n}")
+    _core.set_thread_limit(n)
+    _core.raise_openmp_limit(n)
+
+
+def get_num_threads() -> int:
+    """The most threads a call made now, from this thread, would use. Small calls use fewer."""
+    return _core.threads_now()
+
+
+def cpu_name() -> str:
+    """The processor's own name where the system tells it."""
+    try:
+        found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+        if found:
+            return found[1]
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def cache_sizes() -> dict[str, int]:
+    """{"L1d": bytes, "L2": bytes, "L3": bytes} of CPU 0, as far as the system tells."""
+    sizes = {}
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            level, kind, size = ((folder / f).read_text().strip() for f in ("level", "type", "size"))
+            if kind != "Instruction":
+                sizes[f"L{level}" + ("d" if kind == "Data" else "")] = int(size.rstrip("K")) * 1024
+        except (OSError, ValueError):
+            continue
+    return sizes
+
+
+def runtime_info() -> dict[str, object]:
+    """What show_runtime prints, as a dict."""
+    env = os.environ.get("KDA_ISA", "")
+    return {
+        "cpu": cpu_name(),
+        "isa": chosen_isa(),
+        "isa_reason": "KDA_ISA" if env else "the best that this CPU and its OS run",
+        "isas": {n: "runs here" if ok else "needs " + ", ".join(missing_features(n)) for n, ok in isas().items()},
+        "threading": _core.threading(),
+        "threads": get_num_threads(),
+        "cpus_available": available_cpus(),
+        "caches": cache_sizes(),
+    }
+
+
+def show_runtime() -> None:
+    """Print the CPU, the ISA chosen and why, the others, and the threads."""
+    info = runtime_info()
+    print(f"cpu        {info['cpu']}")
+    print(f"isa        {info['isa']} ({info['isa_reason']})")
+    rows = info["isas"]
+    assert isinstance(rows, dict)
+    for name, state in rows.items():
+        print(f"           {name}: {state}")
+    note = "" if info["threading"] == "openmp" else " (built without OpenMP: every call runs on one thread)"
+    print(f"threads    {info['threads']} of {info['cpus_available']} CPUs, {info['threading']}{note}")
+    caches = info["caches"]
+    assert isinstance(caches, dict)
+    print(f"caches     {', '.join(f'{k} {v // 1024} KiB' for k, v in caches.items()) or 'unknown'}")
+
+
+_chosen = _choose()
+_core.set_thread_limit(available_cpus())
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_core.after_fork_in_child)
