@@ -85,7 +85,7 @@ setup(
         Extension(
             "kda._core",
             sources=["kda/_core.pyx"],
-            depends=sorted(str(p) for pattern in ("*.c", "*.h", "*.inc") for p in SIMD.glob(pattern)) + ["kda/_kernels.pxd"],
+            depends=["kda/_kernels.pxd", *sorted(str(p) for p in SIMD.iterdir() if p.suffix in (".c", ".h", ".inc"))],
             include_dirs=[str(SIMD)],
             define_macros=[("Py_LIMITED_API", "0x030B0000")] if ABI3 else [],
             py_limited_api=ABI3,

@@ -173,6 +173,45 @@ cdef int run(kda_task_fn *task, kda_job *job, Py_ssize_t items, int threads, bin
     return 0
 
 
+def overlap(x, tuple others):
+    """The first of `others` whose address range meets that of x, or -1; None is passed over."""
+    cdef _Buffers buffers
+    cdef Py_buffer *view
+    cdef size_t low, high, other_low, other_high
+    cdef Py_ssize_t i
+    cdef object other
+    buffers = _Buffers()
+    extent(buffers.get(x, False), &low, &high)
+    for i, other in enumerate(others):
+        if other is None:
+            continue
+        buffers.count = 1
+        view = buffers.get(other, False)
+        extent(view, &other_low, &other_high)
+        PyBuffer_Release(view)
+        buffers.count = 1
+        if low < other_high and other_low < high:
+            return i
+    return -1
+
+
+cdef void extent(Py_buffer *view, size_t *low, size_t *high) noexcept:
+    """[low, high): the bytes that a buffer may touch; empty for an array without elements."""
+    cdef int axis
+    cdef Py_ssize_t span
+    low[0] = <size_t>view.buf
+    high[0] = low[0] + <size_t>view.itemsize
+    for axis in range(view.ndim):
+        if view.shape[axis] == 0:
+            high[0] = low[0] = 0
+            return
+        span = (view.shape[axis] - 1) * view.strides[axis]
+        if span < 0:
+            low[0] -= <size_t>-span
+        else:
+            high[0] += <size_t>span
+
+
 # ---- operations ----
 
 def recurrent(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,

@@ -7,6 +7,7 @@ says which one is right.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ def fused_recurrent_kda(
 
     spans = [(b, 0, T) for b in range(B)]
     if cu_seqlens is not None:
-        spans = [(0, int(a), int(z)) for a, z in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
+        spans = [(0, int(a), int(z)) for a, z in pairwise(cu_seqlens)]
     states = np.zeros((len(spans), HV, K, V))
     if initial_state is not None:
         states[:] = np.swapaxes(initial_state, 2, 3) if state_v_first else initial_state

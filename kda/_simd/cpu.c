@@ -14,9 +14,7 @@ static void cpuid(uint32_t leaf, uint32_t r[4]) {
 static uint32_t xcr0(void) { return (uint32_t)_xgetbv(0); }
 #else
 #include <cpuid.h>
-static void cpuid(uint32_t leaf, uint32_t r[4]) {
-    __cpuid_count(leaf, 0, r[0], r[1], r[2], r[3]);
-}
+static void cpuid(uint32_t leaf, uint32_t r[4]) { __cpuid_count(leaf, 0, r[0], r[1], r[2], r[3]); }
 static uint32_t xcr0(void) {
     uint32_t lo, hi;
     __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0)); /* the intrinsic would need -mxsave */

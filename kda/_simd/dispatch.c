@@ -18,7 +18,7 @@
 #include "isa_table.h"
 #undef ISA
 
-#define ISA(name, machine, needs, gnu, msvc) IF_##machine({&kda_##name COMMA (needs)COMMA 0} COMMA)
+#define ISA(name, machine, needs, gnu, msvc) IF_##machine({&kda_##name COMMA(needs) COMMA 0} COMMA)
 #define COMMA ,
 struct kda_isa kda_isas[KDA_MAX_ISAS] = {
 #include "isa_table.h"

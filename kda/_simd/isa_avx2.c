@@ -19,7 +19,8 @@
 
 #define ISA_NAME avx2
 #define W 8
-#define ROWS 4
+#define COLS 4
+#define VECTOR "+x"
 typedef __m256 f32xw;
 
 /* Eight ones, eight zeros: the window at 8 - n is the mask of the first n lanes. */
@@ -28,6 +29,11 @@ KDA_INLINE __m256i first_lanes(ptrdiff_t n) {
     return _mm256_loadu_si256((const __m256i *)(const void *)(mask_window_i32 + 8 - n));
 }
 
+KDA_INLINE f32xw vkeep(f32xw x) {
+    KEEP(x);
+    return x;
+}
+KDA_INLINE void vprefetch(const char *p) { _mm_prefetch(p, _MM_HINT_T0); }
 KDA_INLINE f32xw vload(const float *p) { return _mm256_loadu_ps(p); }
 KDA_INLINE void vstore(float *p, f32xw x) { _mm256_storeu_ps(p, x); }
 KDA_INLINE f32xw vload_n(const float *p, ptrdiff_t n) { return _mm256_maskload_ps(p, first_lanes(n)); }

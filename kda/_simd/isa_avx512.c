@@ -18,11 +18,17 @@
 
 #define ISA_NAME avx512
 #define W 16
-#define ROWS 8
+#define COLS 8
+#define VECTOR "+v"
 typedef __m512 f32xw;
 
 KDA_INLINE __mmask16 first_lanes(ptrdiff_t n) { return (__mmask16)((1u << n) - 1u); }
 
+KDA_INLINE f32xw vkeep(f32xw x) {
+    KEEP(x);
+    return x;
+}
+KDA_INLINE void vprefetch(const char *p) { _mm_prefetch(p, _MM_HINT_T0); }
 KDA_INLINE f32xw vload(const float *p) { return _mm512_loadu_ps(p); }
 KDA_INLINE void vstore(float *p, f32xw x) { _mm512_storeu_ps(p, x); }
 KDA_INLINE f32xw vload_n(const float *p, ptrdiff_t n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }

@@ -17,9 +17,15 @@
 
 #define ISA_NAME neon
 #define W 4
-#define ROWS 8
+#define COLS 8
+#define VECTOR "+w"
 typedef float32x4_t f32xw;
 
+KDA_INLINE f32xw vkeep(f32xw x) {
+    KEEP(x);
+    return x;
+}
+KDA_INLINE void vprefetch(const char *p) { __builtin_prefetch(p); }
 KDA_INLINE f32xw vload(const float *p) { return vld1q_f32(p); }
 KDA_INLINE void vstore(float *p, f32xw x) { vst1q_f32(p, x); }
 KDA_INLINE f32xw vload_n(const float *p, ptrdiff_t n) {

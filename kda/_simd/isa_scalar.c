@@ -57,9 +57,9 @@ static float sigmoid_of(float x) {
 
 static float softplus_of(float x) { return (x > 0.0f ? x : 0.0f) + log1pf(expf(-fabsf(x))); }
 
-#define MAP(name, to, from, expression)                                  \
-    static void name(to *y, const from *x, ptrdiff_t n) {                \
-        for (ptrdiff_t i = 0; i < n; i++) y[i] = expression(x[i]);       \
+#define MAP(name, to, from, expression) \
+    static void name(to *y, const from *x, ptrdiff_t n) { \
+        for (ptrdiff_t i = 0; i < n; i++) y[i] = expression(x[i]); \
     }
 MAP(widen_f16, float, uint16_t, f32_of_f16)
 MAP(widen_bf16, float, uint16_t, f32_of_bf16)
@@ -111,8 +111,7 @@ static void step(float *o, float *s_out, float *work, const float *s_in, const f
         o[j] += qk * u[j];
     }
     for (ptrdiff_t i = 0; i < K; i++)
-        for (ptrdiff_t j = 0; j < V; j++)
-            s_out[i * ld_out + j] = decay[i] * s_in[i * ld_in + j] + k[i] * u[j];
+        for (ptrdiff_t j = 0; j < V; j++) s_out[i * ld_out + j] = decay[i] * s_in[i * ld_in + j] + k[i] * u[j];
 }
 
 static void probe_update(float *s, float a, float b, ptrdiff_t n) {

@@ -59,9 +59,9 @@ typedef void kda_gate_fn(float *y, const float *x, const float *bias, float ea, 
  * without a second look, and reads S once more to write it: 4 floating-point operations, 2 loads and
  * 1 store per element. Sums run over the rows in order.
  */
-typedef void kda_step_fn(float *o, float *s_out, float *work, const float *s_in, const float *q,
-                         const float *k, const float *v, const float *decay, float beta, ptrdiff_t K,
-                         ptrdiff_t V, ptrdiff_t ld_out, ptrdiff_t ld_in);
+typedef void kda_step_fn(float *o, float *s_out, float *work, const float *s_in, const float *q, const float *k,
+                         const float *v, const float *decay, float beta, ptrdiff_t K, ptrdiff_t V, ptrdiff_t ld_out,
+                         ptrdiff_t ld_in);
 
 /* ---- ceilings: what this ISA reaches when nothing else is in the way ---- */
 

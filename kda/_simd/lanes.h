@@ -15,7 +15,9 @@
  *   vlt0(a, b, x, y)       a < b ? x : y
  *   vsum(x)                the sum of the lanes, in one fixed order
  *   vload_f16(p) vload_bf16(p) vstore_f16(p, x) vstore_bf16(p, x)     W halves
- *   ROWS                   rows of S taken together in the delta rule (registers decide)
+ *   vkeep(x)               x, held in a register: the compiler may not load it again for its next use
+ *   vprefetch(p)           ask for the line at p; any address will do
+ *   COLS                   vectors of a row whose sums stay in registers (4 or 8: registers decide)
  */
 #ifndef KDA_LANES_H
 #define KDA_LANES_H
@@ -25,17 +27,26 @@
 
 #if defined(_MSC_VER) && !defined(__clang__)
 #define KDA_INLINE static __forceinline
+#define KEEP(x) (void)0
 #else
 #define KDA_INLINE static inline __attribute__((always_inline))
+#define KEEP(x) __asm__("" : VECTOR(x)) /* VECTOR: the constraint of a vector register */
+#endif
+
+/* Before a loop of constant, small count: unroll it whole, or its arrays of vectors live on the stack. */
+#if defined(_MSC_VER) && !defined(__clang__)
+#define UNROLL
+#else
+#define UNROLL _Pragma("GCC unroll 32")
 #endif
 
 /* n elements in steps of W: BODY(i, W) for the whole vectors, then once BODY(i, what is left).
  * The compiler sees the constant in the first call, so the tail's masks cost the main loop nothing. */
-#define FOR_LANES(i, n, BODY)                                            \
-    do {                                                                 \
-        ptrdiff_t i = 0;                                                 \
-        for (; i + W <= (n); i += W) BODY(i, W);                         \
-        if (i < (n)) BODY(i, (n) - i);                                   \
+#define FOR_LANES(i, n, BODY) \
+    do { \
+        ptrdiff_t i = 0; \
+        for (; i + W <= (n); i += W) BODY(i, W); \
+        if (i < (n)) BODY(i, (n) - i); \
     } while (0)
 
 #endif

@@ -46,7 +46,8 @@ static const float *log_decay(const struct kda_job *job, const void *at_g, ptrdi
     const float *g = as_f32(job->isa, job->g.dtype, at_g, row, job->K);
     if (!(job->flags & KDA_GATE)) return g;
     const float *bias = job->dt_bias ? job->dt_bias + hv * job->K : NULL;
-    (job->flags & KDA_BOUNDED ? job->isa->gate_bounded : job->isa->gate_softplus)(row, g, bias, ea, job->lower_bound, job->K);
+    (job->flags & KDA_BOUNDED ? job->isa->gate_bounded : job->isa->gate_softplus)(row, g, bias, ea,
+                                                                                  job->lower_bound, job->K);
     return row;
 }
 
