@@ -1,16 +1,28 @@
 """Kimi Delta Attention on CPUs: the functions of fla.ops.kda over numpy arrays."""
 
-from kda.ops import fused_kda_gate, fused_recurrent_kda, l2norm
+from kda.ops import (
+    causal_conv1d,
+    causal_conv1d_update,
+    chunk_kda,
+    fused_kda_gate,
+    fused_recurrent_kda,
+    l2norm,
+    rms_norm_gated,
+)
 from kda.runtime import get_num_threads, isas, set_num_threads, show_runtime
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "chunk_kda",
     "fused_kda_gate",
     "fused_recurrent_kda",
     "get_num_threads",
     "isas",
     "l2norm",
+    "rms_norm_gated",
     "set_num_threads",
     "show_runtime",
 ]

@@ -25,6 +25,9 @@ F_GATE = KDA_GATE
 F_BOUNDED = KDA_BOUNDED
 F_BETA_SIGMOID = KDA_BETA_SIGMOID
 F_NEG_EIGVAL = KDA_NEG_EIGVAL
+BLOCK = KDA_BLOCK
+CONV_MAX = KDA_CONV_MAX
+ACTIVATIONS = {None: KDA_IDENTITY, "sigmoid": KDA_SIGMOID, "silu": KDA_SILU, "swish": KDA_SILU}
 
 cdef int thread_limit = 1
 cdef bint regions_started = False
@@ -51,7 +54,9 @@ def kernel_addresses(int isa):
         "exp": <size_t>t.exp, "sigmoid": <size_t>t.sigmoid, "softplus": <size_t>t.softplus,
         "scale": <size_t>t.scale, "l2norm": <size_t>t.l2norm,
         "gate_softplus": <size_t>t.gate_softplus, "gate_bounded": <size_t>t.gate_bounded,
-        "step": <size_t>t.step, "probe_update": <size_t>t.probe_update, "probe_fma": <size_t>t.probe_fma,
+        "step": <size_t>t.step, "block": <size_t>t.block, "conv": <size_t>t.conv,
+        "conv_step": <size_t>t.conv_step, "norm_gated": <size_t>t.norm_gated,
+        "probe_update": <size_t>t.probe_update, "probe_fma": <size_t>t.probe_fma,
     }
 
 
@@ -95,16 +100,26 @@ cdef const kda_kernels *kernels_of(int isa) except NULL:
 # ---- buffers ----
 
 cdef class _Buffers:
-    """The buffers of one call; released together."""
+    """The buffers and the scratch memory of one call; released together."""
     cdef Py_buffer views[BUFFERS]
     cdef int count
+    cdef void *memory
 
     def __cinit__(self):
         self.count = 0
+        self.memory = NULL
 
     def __dealloc__(self):
+        free(self.memory)
         for i in range(self.count):
             PyBuffer_Release(&self.views[i])
+
+    cdef float *scratch(self, int threads, Py_ssize_t floats) except NULL:
+        """`floats` (a multiple of 16) per thread, on cache lines."""
+        self.memory = malloc(<size_t>(threads * floats) * sizeof(float) + 64)
+        if self.memory == NULL:
+            raise MemoryError(f"scratch for {threads} threads: {threads * floats * 4} bytes")
+        return <float *>(<size_t>self.memory + 63 & ~<size_t>63)
 
     cdef Py_buffer *get(self, x, bint writable) except NULL:
         cdef Py_buffer *view = &self.views[self.count]
@@ -159,20 +174,6 @@ cdef int dtype_of(Py_buffer *view) except -1:
     raise ValueError(f"unexpected buffer format {code!r}")
 
 
-cdef int run(kda_task_fn *task, kda_job *job, Py_ssize_t items, int threads, bint uneven) except -1:
-    global regions_started
-    cdef Py_ssize_t floats = kda_scratch_floats(job)
-    job.scratch = <float *>malloc(<size_t>(threads * floats) * sizeof(float))
-    if job.scratch == NULL:
-        raise MemoryError(f"scratch for {threads} threads: {threads * floats * 4} bytes")
-    if threads > 1:
-        regions_started = True
-    with nogil:
-        kda_parallel_for(task, job, items, threads, uneven)
-    free(job.scratch)
-    return 0
-
-
 def overlap(x, tuple others):
     """The first of `others` whose address range meets that of x, or -1; None is passed over."""
     cdef _Buffers buffers
@@ -214,19 +215,64 @@ cdef void extent(Py_buffer *view, size_t *low, size_t *high) noexcept:
 
 # ---- operations ----
 
-def recurrent(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
-              double scale, double lower_bound, int flags):
-    """o [B,T,HV,V] and s_out [N,HV,K,V] from the rest; s_in None starts from zeros, s_in is s_out updates in place."""
+cdef void run(kda_task_fn *task, const void *job, Py_ssize_t items, int threads, bint uneven) noexcept:
+    global regions_started
+    if threads > 1:
+        regions_started = True
+    with nogil:
+        kda_parallel_for(task, job, items, threads, uneven)
+
+
+cdef Py_ssize_t rounded(Py_ssize_t floats) noexcept:
+    return (floats + 15) // 16 * 16
+
+
+cdef const int64_t *sequences(_Buffers buffers, cu_seqlens, Py_ssize_t B, Py_ssize_t T, Py_ssize_t *N) except? NULL:
+    """cu_seqlens as [N + 1] offsets into one batch row; None: N = B rows of T tokens."""
+    cdef Py_buffer *view
+    cdef const int64_t *cu
+    cdef Py_ssize_t i
+    N[0] = B
+    if cu_seqlens is None:
+        return NULL
+    view = buffers.get(cu_seqlens, False)
+    if B != 1 or view.ndim != 1 or view.itemsize != 8 or view.shape[0] < 1 or (
+            view.shape[0] > 1 and view.strides[0] != 8):
+        raise ValueError("cu_seqlens: expected contiguous int64 and a batch of 1")
+    cu = <const int64_t *>view.buf
+    N[0] = view.shape[0] - 1
+    if cu[0] < 0 or cu[N[0]] > T:
+        raise ValueError("cu_seqlens leaves [0, T]")
+    for i in range(N[0]):
+        if cu[i] > cu[i + 1]:
+            raise ValueError("cu_seqlens decreases")
+    return cu
+
+
+cdef int state(_Buffers buffers, kda_tensor *t, x, tuple shape, bint writable) except -1:
+    """[N, HV, K, V] float32 with [K, V] contiguous; [N, n, HV, K, V] too."""
+    buffers.tensor(t, x, shape, 2, writable)
+    if len(shape) == 4:
+        t.head, t.token = t.token, 0
+    if t.dtype != KDA_F32:
+        raise ValueError("a state is float32")
+    return 0
+
+
+def delta(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
+          double scale, double lower_bound, int flags, bint chunked, states, Py_ssize_t spacing):
+    """o [B,T,HV,V] and s_out [N,HV,K,V] from the rest; s_in None starts from zeros, s_in is s_out updates in place.
+
+    chunked takes KDA_BLOCK tokens together. states [N,n,HV,K,V] or None receives the state after every `spacing`
+    tokens of a sequence.
+    """
     cdef _Buffers buffers = _Buffers()
     cdef kda_job job
-    cdef Py_buffer *view
-    cdef Py_ssize_t B, T, H, K, HV, V, N, i
-    cdef const int64_t *cu
+    cdef Py_ssize_t B, T, H, K, HV, V, N, n
     memset(&job, 0, sizeof(job))
     job.isa = kernels_of(isa)
     B, T, H, K = q.shape
     HV, V = v.shape[2], v.shape[3]
-    N = B
     if H < 1 or HV < 1 or HV % H or K < 1 or V < 1:
         raise ValueError("bad head counts or sizes")
     buffers.tensor(&job.q, q, (B, T, H, K), 1, False)
@@ -235,38 +281,38 @@ def recurrent(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seql
     buffers.tensor(&job.g, g, (B, T, HV, K), 1, False)
     buffers.tensor(&job.beta, beta, (B, T, HV), 0, False)
     buffers.tensor(&job.o, o, (B, T, HV, V), 1, True)
-    if cu_seqlens is not None:
-        view = buffers.get(cu_seqlens, False)
-        if B != 1 or view.ndim != 1 or view.itemsize != 8 or view.shape[0] < 1 or (
-                view.shape[0] > 1 and view.strides[0] != 8):
-            raise ValueError("cu_seqlens: expected contiguous int64 and a batch of 1")
-        cu = <const int64_t *>view.buf
-        N = view.shape[0] - 1
-        for i in range(N):
-            if cu[i] < 0 or cu[i] > cu[i + 1]:
-                raise ValueError("cu_seqlens decreases")
-        if cu[N] > T:
-            raise ValueError("cu_seqlens ends after T")
-        job.cu_seqlens = cu
-    buffers.tensor(&job.s_out, s_out, (N, HV, K, V), 2, True)
-    job.s_out.head, job.s_out.token = job.s_out.token, 0
+    job.cu_seqlens = sequences(buffers, cu_seqlens, B, T, &N)
+    state(buffers, &job.s_out, s_out, (N, HV, K, V), True)
     if s_in is not None:
-        buffers.tensor(&job.s_in, s_in, (N, HV, K, V), 2, False)
-        job.s_in.head, job.s_in.token = job.s_in.token, 0
-        if job.s_in.dtype != KDA_F32:
-            raise ValueError("the state is float32")
-    if job.s_out.dtype != KDA_F32:
-        raise ValueError("the state is float32")
+        state(buffers, &job.s_in, s_in, (N, HV, K, V), False)
+    if states is not None:
+        n = states.shape[1]
+        state(buffers, &job.states, states, (N, n, HV, K, V), True)
+        if spacing < 1 or n * spacing < longest(&job, N, T) // spacing * spacing:
+            raise ValueError("states: too few checkpoints")
     job.A_log = buffers.floats(A_log, HV)
     job.dt_bias = buffers.floats(dt_bias, HV * K)
     job.N, job.T, job.H, job.HV, job.K, job.V = N, T, H, HV, K, V
     job.scale, job.lower_bound, job.eps, job.flags = scale, lower_bound, 1e-6, flags
+    job.block, job.spacing = KDA_BLOCK if chunked else 1, spacing
     cdef int threads = threads_for(<long long>max(B * T, N) * HV * K * V)
     job.splits = 1
-    if threads > 1 and N * HV < threads:  # columns of S are independent: let them share a head
+    if threads > 1 and N * HV < threads:  # columns of S are independent: let threads share a head
         job.splits = min((threads + N * HV - 1) // max(N * HV, 1), (V + 15) // 16)
-    cdef Py_ssize_t items = kda_items(&job)
-    run(&kda_recurrent_item, &job, items, <int>max(1, min(<Py_ssize_t>threads, items)), job.cu_seqlens != NULL)
+    cdef Py_ssize_t items = kda_delta_items(&job)
+    threads = <int>max(1, min(<Py_ssize_t>threads, items))
+    job.scratch_floats = rounded(kda_delta_scratch(&job))
+    job.scratch = buffers.scratch(threads, job.scratch_floats)
+    run(&kda_delta_item, &job, items, threads, job.cu_seqlens != NULL)
+
+
+cdef Py_ssize_t longest(const kda_job *job, Py_ssize_t N, Py_ssize_t T) noexcept:
+    cdef Py_ssize_t i, most = 0
+    if job.cu_seqlens == NULL:
+        return T
+    for i in range(N):
+        most = max(most, job.cu_seqlens[i + 1] - job.cu_seqlens[i])
+    return most
 
 
 def gate(int isa, y, g, A_log, dt_bias, double lower_bound, int flags):
@@ -285,7 +331,7 @@ def gate(int isa, y, g, A_log, dt_bias, double lower_bound, int flags):
     job.dt_bias = buffers.floats(dt_bias, HV * K)
     job.N, job.T, job.H, job.HV, job.K, job.V = B, T, HV, HV, K, 1
     job.lower_bound, job.flags = lower_bound, flags
-    run(&kda_gate_item, &job, B * T * HV, threads_for(8 * B * T * HV * K), False)
+    run(&kda_gate_item, &job, B * T, threads_for(8 * B * T * HV * K), False)
 
 
 def l2norm(int isa, y, x, double eps):
@@ -300,7 +346,96 @@ def l2norm(int isa, y, x, double eps):
     buffers.tensor(&job.o, y, (B, T, H, K), 1, True)
     job.N, job.T, job.H, job.HV, job.K, job.V = B, T, H, H, K, 1
     job.eps, job.flags = eps, KDA_L2NORM
-    run(&kda_l2norm_item, &job, B * T * H, threads_for(B * T * H * K), False)
+    cdef int threads = threads_for(B * T * H * K)
+    job.scratch_floats = rounded(K)
+    job.scratch = buffers.scratch(threads, job.scratch_floats)
+    run(&kda_l2norm_item, &job, B * T, threads, False)
+
+
+def norm_gated(int isa, y, x, gate, weight, double eps, int activation):
+    """y [B,T,H,n] = rmsnorm(x) * weight * activation(gate) over the last axis."""
+    cdef _Buffers buffers = _Buffers()
+    cdef kda_norm_job job
+    cdef Py_ssize_t B, T, H, n
+    memset(&job, 0, sizeof(job))
+    job.isa = kernels_of(isa)
+    B, T, H, n = x.shape
+    buffers.tensor(&job.x, x, (B, T, H, n), 1, False)
+    buffers.tensor(&job.gate, gate, (B, T, H, n), 1, False)
+    buffers.tensor(&job.y, y, (B, T, H, n), 1, True)
+    job.weight = buffers.floats(weight, n)
+    job.T, job.H, job.n, job.eps, job.activation = T, H, n, eps, activation
+    cdef int threads = threads_for(4 * B * T * H * n)
+    job.scratch_floats = rounded(3 * n)
+    job.scratch = buffers.scratch(threads, job.scratch_floats)
+    run(&kda_norm_item, &job, B * T, threads, False)
+
+
+cdef float *conv_state(_Buffers buffers, x, tuple shape, bint writable,
+                       Py_ssize_t *batch, Py_ssize_t *channel, Py_ssize_t *tap) except? NULL:
+    cdef kda_tensor t
+    if x is None:
+        return NULL
+    buffers.tensor(&t, x, shape, 0, writable)
+    if t.dtype != KDA_F32:
+        raise ValueError("a state is float32")
+    batch[0], channel[0], tap[0] = t.batch, t.token, t.head
+    return <float *>t.data
+
+
+def conv(int isa, y, s_out, x, s_in, taps, bias, cu_seqlens, int activation):
+    """y [B,T,D] from x; taps [width * D], tap by tap; states [N,D,width-1] or None, in any strides."""
+    cdef _Buffers buffers = _Buffers()
+    cdef kda_conv_job job
+    cdef Py_ssize_t B, T, D, N
+    memset(&job, 0, sizeof(job))
+    job.isa = kernels_of(isa)
+    B, T, D = x.shape
+    job.width = <int>(taps.shape[0] // D)
+    if not 1 <= job.width <= KDA_CONV_MAX:
+        raise ValueError("bad kernel width")
+    buffers.tensor(&job.x, x, (B, T, D), 1, False)
+    buffers.tensor(&job.y, y, (B, T, D), 1, True)
+    job.taps = buffers.floats(taps, job.width * D)
+    job.bias = buffers.floats(bias, D)
+    job.cu_seqlens = sequences(buffers, cu_seqlens, B, T, &N)
+    job.N, job.T, job.D, job.activation = N, T, D, activation
+    cdef tuple shape = (N, D, job.width - 1)
+    job.state_out = conv_state(buffers, s_out, shape, True, &job.out_batch, &job.out_channel, &job.out_tap)
+    job.state_in = conv_state(buffers, s_in, shape, False, &job.in_batch, &job.in_channel, &job.in_tap)
+    cdef Py_ssize_t items = kda_conv_items(&job)
+    cdef int threads = <int>max(1, min(<Py_ssize_t>threads_for(8 * B * T * D), items))
+    job.scratch_floats = rounded(kda_conv_scratch(&job))
+    job.scratch = buffers.scratch(threads, job.scratch_floats)
+    run(&kda_conv_item, &job, items, threads, job.cu_seqlens != NULL)
+
+
+def conv_step(int isa, y, state, x, weight, bias, int activation):
+    """y [B,D] from x, state [B,D,width-1] contiguous, in place; weight [D * width], channel by channel."""
+    cdef _Buffers buffers = _Buffers()
+    cdef kda_conv_job job
+    cdef kda_tensor t
+    cdef Py_ssize_t B, D
+    memset(&job, 0, sizeof(job))
+    job.isa = kernels_of(isa)
+    B, D = x.shape
+    job.width = <int>(weight.shape[0] // D)
+    if not 1 <= job.width <= KDA_CONV_MAX:
+        raise ValueError("bad kernel width")
+    buffers.tensor(&job.x, x, (B, D), 1, False)
+    buffers.tensor(&job.y, y, (B, D), 1, True)
+    buffers.tensor(&t, state, (B, D, job.width - 1), 3, True)
+    if t.dtype != KDA_F32:
+        raise ValueError("a state is float32")
+    job.state_out = <float *>t.data
+    job.taps = buffers.floats(weight, job.width * D)
+    job.bias = buffers.floats(bias, D)
+    job.N, job.T, job.D, job.activation = B, 1, D, activation
+    cdef Py_ssize_t items = kda_conv_items(&job)
+    cdef int threads = <int>max(1, min(<Py_ssize_t>threads_for(8 * B * D), items))
+    job.scratch_floats = 1024
+    job.scratch = buffers.scratch(threads, job.scratch_floats)
+    run(&kda_conv_step_item, &job, items, threads, False)
 
 
 # ---- ceilings ----
@@ -336,8 +471,7 @@ def probe_update(int isa, s):
     job.isa, job.s, job.n = kernels_of(isa), <float *>t.data, s.shape[0]
     cdef int threads = threads_for(job.n)
     job.items = 32 * threads
-    with nogil:
-        kda_parallel_for(&probe_update_item, &job, job.items, threads, False)
+    run(&probe_update_item, &job, job.items, threads, False)
 
 
 def probe_fma(int isa, Py_ssize_t rounds):
@@ -346,6 +480,5 @@ def probe_fma(int isa, Py_ssize_t rounds):
     cdef float sink
     job.isa, job.n = kernels_of(isa), rounds
     cdef int threads = threads_for(1 << 60)
-    with nogil:
-        kda_parallel_for(&probe_fma_item, &job, threads, threads, False)
+    run(&probe_fma_item, &job, threads, threads, False)
     return threads * rounds * job.isa.probe_fma(&sink, 1)

@@ -1,10 +1,17 @@
-# kernels.h, threads.h and recurrent.h as Cython sees them.
+# kernels.h, threads.h and jobs.h as Cython sees them.
 from libc.stdint cimport int64_t, uint32_t
 
 cdef extern from "cpu.h" nogil:
     uint32_t kda_cpu_features() noexcept
 
 cdef extern from "kernels.h" nogil:
+    enum:
+        KDA_BLOCK
+        KDA_CONV_MAX
+        KDA_IDENTITY
+        KDA_SIGMOID
+        KDA_SILU
+
     struct kda_kernels:
         const char *name
         void *widen_f16
@@ -19,6 +26,10 @@ cdef extern from "kernels.h" nogil:
         void *gate_softplus
         void *gate_bounded
         void *step
+        void *block
+        void *conv
+        void *conv_step
+        void *norm_gated
         void (*probe_update)(float *, float, float, Py_ssize_t) noexcept nogil
         Py_ssize_t (*probe_fma)(float *, Py_ssize_t) noexcept nogil
 
@@ -38,7 +49,7 @@ cdef extern from "threads.h" nogil:
     int kda_openmp_limit() noexcept
     void kda_raise_openmp_limit(int) noexcept
 
-cdef extern from "recurrent.h" nogil:
+cdef extern from "jobs.h" nogil:
     enum:
         KDA_F32
         KDA_F16
@@ -66,6 +77,7 @@ cdef extern from "recurrent.h" nogil:
         kda_tensor beta
         kda_tensor s_out
         kda_tensor s_in
+        kda_tensor states
         const float *A_log
         const float *dt_bias
         const int64_t *cu_seqlens
@@ -75,15 +87,62 @@ cdef extern from "recurrent.h" nogil:
         Py_ssize_t HV
         Py_ssize_t K
         Py_ssize_t V
+        Py_ssize_t block
+        Py_ssize_t spacing
         Py_ssize_t splits
         float scale
         float lower_bound
         float eps
         int flags
         float *scratch
+        Py_ssize_t scratch_floats
 
-    Py_ssize_t kda_items(const kda_job *) noexcept
-    Py_ssize_t kda_scratch_floats(const kda_job *) noexcept
-    void kda_recurrent_item(const void *, Py_ssize_t, int) noexcept
+    Py_ssize_t kda_delta_items(const kda_job *) noexcept
+    Py_ssize_t kda_delta_scratch(const kda_job *) noexcept
+    void kda_delta_item(const void *, Py_ssize_t, int) noexcept
     void kda_gate_item(const void *, Py_ssize_t, int) noexcept
     void kda_l2norm_item(const void *, Py_ssize_t, int) noexcept
+
+    struct kda_norm_job:
+        const kda_kernels *isa
+        kda_tensor y
+        kda_tensor x
+        kda_tensor gate
+        const float *weight
+        Py_ssize_t T
+        Py_ssize_t H
+        Py_ssize_t n
+        float eps
+        int activation
+        float *scratch
+        Py_ssize_t scratch_floats
+
+    void kda_norm_item(const void *, Py_ssize_t, int) noexcept
+
+    struct kda_conv_job:
+        const kda_kernels *isa
+        kda_tensor y
+        kda_tensor x
+        const float *taps
+        const float *bias
+        float *state_out
+        Py_ssize_t out_batch
+        Py_ssize_t out_channel
+        Py_ssize_t out_tap
+        const float *state_in
+        Py_ssize_t in_batch
+        Py_ssize_t in_channel
+        Py_ssize_t in_tap
+        const int64_t *cu_seqlens
+        Py_ssize_t N
+        Py_ssize_t T
+        Py_ssize_t D
+        int width
+        int activation
+        float *scratch
+        Py_ssize_t scratch_floats
+
+    Py_ssize_t kda_conv_items(const kda_conv_job *) noexcept
+    Py_ssize_t kda_conv_scratch(const kda_conv_job *) noexcept
+    void kda_conv_item(const void *, Py_ssize_t, int) noexcept
+    void kda_conv_step_item(const void *, Py_ssize_t, int) noexcept

@@ -203,6 +203,81 @@ def fused_recurrent_kda(
     TypeError for float64 or integer arrays; ValueError for shapes, cu_seqlens or options that do not fit
     together. Nothing has been written then.
     """
+    o, final, _ = _delta(
+        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, state_v_first, cu_seqlens,
+        out, state_out, isa, None, False)
+    return o, final
+
+
+def chunk_kda(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Array | Sequence[int] | None = None,
+    safe_gate: bool = False,
+    chunk_size: int = 64,
+    return_intermediate_states: bool = False,
+    disable_recompute: bool = False,
+    *,
+    out: Array | None = None,
+    state_out: Array | None = None,
+    isa: str | None = None,
+) -> tuple[Any, ...]:
+    """Kimi Delta Attention in blocks of tokens: prefill. The result is that of fused_recurrent_kda, to rounding.
+
+    Inside a block the deltas come from a forward substitution; what crosses tokens are products of decays that
+    are all <= 1, so there is nothing to overflow, for g = -inf included. A token's output does not depend on
+    the tokens after it, to the bit.
+
+    Parameters
+    ----------
+    As fused_recurrent_kda, and:
+    chunk_size : spacing in tokens of the intermediate states, >= 1. It is not the kernel's block, and unless
+        intermediate states are asked for it changes nothing.
+    return_intermediate_states : also return the state after every chunk_size whole tokens of each sequence.
+    safe_gate, disable_recompute : accepted for fla's callers; this kernel is safe for every gate.
+
+    Returns
+    -------
+    o : [B, T, HV, V] of v's dtype.
+    final_state : as fused_recurrent_kda.
+    states : [N, n, HV, K, V] float32 ([N, n, HV, V, K] with state_v_first), only with return_intermediate_states.
+        n = the longest sequence // chunk_size; a shorter sequence's missing states are NaN.
+
+    Raises
+    ------
+    As fused_recurrent_kda; ValueError for chunk_size < 1.
+    """
+    if isinstance(chunk_size, bool) or not hasattr(chunk_size, "__index__") or chunk_size < 1:
+        raise ValueError(f"chunk_size: expected an int >= 1, got {chunk_size!r}")
+    o, final, states = _delta(
+        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, state_v_first, cu_seqlens,
+        out, state_out, isa, int(chunk_size), return_intermediate_states)
+    return (o, final, states) if return_intermediate_states else (o, final)
+
+
+def _delta(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, scale: float | None, initial_state: Any,
+    output_final_state: bool, use_qk_l2norm_in_kernel: bool, use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, lower_bound: float | None, state_v_first: bool,
+    cu_seqlens: Any, out: Any, state_out: Any, isa: str | None, chunk_size: int | None, intermediate: bool,
+) -> tuple[Array, NDArray[np.float32] | None, NDArray[np.float32] | None]:
+    """The two forms of the delta rule: token by token (chunk_size None) or in blocks."""
     row = isa_index(isa)
     q, k, v, g = _input("q", q), _input("k", k), _input("v", v), _input("g", g)
     beta = _input("beta", beta, inner=False)
@@ -272,18 +347,29 @@ def fused_recurrent_kda(
         o = _output("out", out, v.shape, _BF16 if v.dtype == np.uint16 else v.dtype,
                     inputs | {"initial_state": initial, "state_out": state_out})
 
-    _core.recurrent(row, o, final, initial, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
-                    K**-0.5 if scale is None else scale, 0.0 if lower_bound is None else lower_bound, flags)
+    states = None
+    if intermediate:
+        assert chunk_size is not None
+        lengths = np.full(N, T) if cu_seqlens is None else np.diff(cu_seqlens)
+        states = np.empty((N, int(lengths.max(initial=0)) // chunk_size, HV, K, V), np.float32)
+        for n, length in enumerate(lengths):
+            states[n, length // chunk_size:] = np.nan
+
+    _core.delta(row, o, final, initial, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
+                K**-0.5 if scale is None else scale, 0.0 if lower_bound is None else lower_bound, flags,
+                chunk_size is not None, states, chunk_size or 0)
 
     if out is not None:
         o = out
     elif o.dtype == np.uint16:
         o = o.view(_BF16)
+    if state_v_first and states is not None:
+        states = np.ascontiguousarray(np.swapaxes(states, 3, 4))
     if state_out is not None:
-        return o, state_out
+        return o, state_out, states
     if not output_final_state:
-        return o, None
-    return o, np.ascontiguousarray(np.swapaxes(final, 2, 3)) if state_v_first else final
+        return o, None, states
+    return o, np.ascontiguousarray(np.swapaxes(final, 2, 3)) if state_v_first else final, states
 
 
 def _head_contiguous(state: Array) -> bool:
@@ -366,3 +452,197 @@ def l2norm(x: Array, eps: float = 1e-6, *, isa: str | None = None) -> Array:
     four = (1, -1, 1, x.shape[-1])
     _core.l2norm(row, y.reshape(four), x.reshape(four), eps)
     return y.view(_BF16) if y.dtype == np.uint16 else y
+
+
+# ---- epilogues ----
+
+def _activation(name: str | None, allowed: tuple[str | None, ...]) -> int:
+    if name not in allowed:
+        raise ValueError(f"activation: expected one of {', '.join(map(repr, allowed))}, got {name!r}")
+    return _core.ACTIVATIONS[name]
+
+
+def _conv_weight(weight: Any, D: int) -> Array:
+    """[D, W] or [D, 1, W] as contiguous float32 [D, W]."""
+    w = np.asarray(weight)
+    _check_dtype("weight", w)
+    if w.ndim == 3 and w.shape[1] == 1:
+        w = w[:, 0]
+    if w.ndim != 2 or w.shape[0] != D or not 1 <= w.shape[1] <= _core.CONV_MAX:
+        raise _shape_error("weight", w, [D, f"W, 1 to {_core.CONV_MAX}"], " or [D, 1, W]")
+    return np.ascontiguousarray(w, dtype=np.float32)
+
+
+def causal_conv1d(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    activation: str | None = "silu",
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Array | Sequence[int] | None = None,
+    *,
+    isa: str | None = None,
+) -> tuple[Array, NDArray[np.float32] | None]:
+    """Depthwise causal convolution: y_t = activation(bias + sum over w of weight[:, w] * x_{t - W + 1 + w}).
+
+    The last tap is the current token.
+
+    Parameters
+    ----------
+    x : [B, T, D] float32, float16 or bfloat16, channels last.
+    weight : [D, W] or [D, 1, W], W from 1 to 8. bias : [D].
+    activation : "silu" ("swish") or None.
+    initial_state : [N, D, W - 1] float32, the last raw inputs (before convolution and activation), oldest first;
+        never changed. [N, D, W] is taken too; its first column is not read. Default zeros.
+    output_final_state : return the state after the last token.
+    cu_seqlens : [N + 1] integers: N sequences packed along T of one batch row, each with its own history.
+    isa : one of kda.isas().
+
+    Returns
+    -------
+    y : [B, T, D] of x's dtype.
+    final_state : [N, D, W - 1] float32, or None. A sequence shorter than W - 1 shifts its history.
+
+    Raises
+    ------
+    TypeError for float64 or integer arrays; ValueError for shapes, activation or cu_seqlens that do not fit.
+    """
+    row = isa_index(isa)
+    x = _input("x", x)
+    if x.ndim != 3 or x.shape[2] < 1:
+        raise _shape_error("x", x, ["B", "T", "D >= 1"])
+    B, T, D = x.shape
+    w = _conv_weight(weight, D)
+    W = w.shape[1]
+    act = _activation(activation, ("silu", "swish", None))
+    bias = _floats("bias", bias, D, "D: one per channel")
+    N = B
+    if cu_seqlens is not None:
+        cu_seqlens = _sequences(cu_seqlens, B, T)
+        N = cu_seqlens.size - 1
+    if initial_state is not None:
+        initial_state = np.asarray(initial_state)
+        _check_dtype("initial_state", initial_state)
+        if initial_state.shape not in ((N, D, W - 1), (N, D, W)):
+            raise _shape_error("initial_state", initial_state, (N, D, W - 1), f" (or {W} columns)")
+        initial_state = initial_state[:, :, initial_state.shape[2] - (W - 1):]
+        if initial_state.dtype is not _F32 or not initial_state.flags.aligned:
+            initial_state = np.ascontiguousarray(initial_state, dtype=np.float32)
+    y = np.empty(x.shape, x.dtype)
+    final = np.empty((N, D, W - 1), np.float32) if output_final_state else None
+    _core.conv(row, y, final, x, initial_state, np.ascontiguousarray(w.T).reshape(-1), bias, cu_seqlens, act)
+    return (y.view(_BF16) if y.dtype == np.uint16 else y), final
+
+
+def causal_conv1d_update(
+    x: Array,
+    state: NDArray[np.float32],
+    weight: Array,
+    bias: Array | None = None,
+    activation: str | None = "silu",
+    *,
+    isa: str | None = None,
+) -> Array:
+    """One token of causal_conv1d per batch row; `state` moves on in place.
+
+    Parameters
+    ----------
+    x : [B, D] float32, float16 or bfloat16.
+    state : [B, D, W - 1] float32, writable, the last raw inputs, oldest first; updated in place in any strides.
+        [B, D, W] is taken too, and shifts whole.
+    weight, bias, activation, isa : as causal_conv1d.
+
+    Returns
+    -------
+    y : [B, D] of x's dtype.
+
+    Raises
+    ------
+    TypeError for float64 or integer arrays, or a state that is not a float32 array; ValueError for shapes that do
+    not fit or a state that cannot be updated in place (read-only, overlapping itself or x). The state is unchanged
+    then.
+    """
+    row = isa_index(isa)
+    x = _input("x", x)
+    if x.ndim != 2 or x.shape[1] < 1:
+        raise _shape_error("x", x, ["B", "D >= 1"])
+    B, D = x.shape
+    w = _conv_weight(weight, D)
+    W = w.shape[1]
+    act = _activation(activation, ("silu", "swish", None))
+    bias = _floats("bias", bias, D, "D: one per channel")
+    if not isinstance(state, np.ndarray) or state.dtype != _F32:
+        got = _described(state) if isinstance(state, np.ndarray) else type(state).__name__
+        raise TypeError(f"state: expected a float32 array [{B}, {D}, {W - 1}] to update in place, got {got}")
+    wide = state.shape == (B, D, W)
+    if not wide and state.shape != (B, D, W - 1):
+        raise _shape_error("state", state, (B, D, W - 1), f" (or {W} columns)")
+    past = state[:, :, 1:] if wide else state
+    if not past.flags.writeable:
+        raise ValueError("state: is read-only; an update in place would be lost")
+    if not past.flags.aligned:
+        raise ValueError("state: is not aligned to its element size")
+    if state.size and any(n > 1 and s == 0 for n, s in zip(state.shape, state.strides, strict=True)):
+        raise ValueError("state: is a broadcast view; its elements share memory and cannot be updated in place")
+    for name, other in (("x", x), ("weight", w), ("bias", bias)):
+        if other is not None and np.may_share_memory(past, other) and np.shares_memory(past, other):
+            raise ValueError(f"state: overlaps {name}; pass a separate array")
+    y = np.empty(x.shape, x.dtype)
+    if past.flags.c_contiguous:
+        _core.conv_step(row, y, past, x, w.reshape(-1), bias, act)
+    else:
+        oldest = state[:, :, 1].copy() if wide and W > 1 else x
+        _core.conv(row, y.reshape(B, 1, D), past, x.reshape(B, 1, D), past, np.ascontiguousarray(w.T).reshape(-1), bias,
+                   None, act)
+        if wide:
+            state[:, :, 0] = oldest
+    return y.view(_BF16) if y.dtype == np.uint16 else y
+
+
+def rms_norm_gated(
+    x: Array,
+    gate: Array,
+    weight: Array,
+    eps: float = 1e-5,
+    activation: str = "sigmoid",
+    *,
+    isa: str | None = None,
+) -> Array:
+    """x / sqrt(mean(x * x) + eps) * weight * activation(gate) over the last axis: norm before gate.
+
+    Parameters
+    ----------
+    x, gate : [..., V] of one shape, float32, float16 or bfloat16; a slice of a fused projection is not copied.
+    weight : [V], shared by the leading axes. eps : >= 0, on the mean of squares.
+    activation : "sigmoid" or "silu" ("swish"). isa : one of kda.isas().
+
+    Returns
+    -------
+    [..., V] of x's dtype.
+
+    Raises
+    ------
+    TypeError for float64 or integer arrays; ValueError for shapes or options that do not fit.
+    """
+    row = isa_index(isa)
+    x, gate = _input("x", x), _input("gate", gate)
+    if x.ndim < 1 or x.shape[-1] < 1:
+        raise _shape_error("x", x, ["...", "V >= 1"])
+    if gate.shape != x.shape:
+        raise _shape_error("gate", gate, x.shape, " (the shape of x)")
+    if not eps >= 0:
+        raise ValueError(f"eps: expected a number >= 0, got {eps}")
+    act = _activation(activation, ("sigmoid", "silu", "swish"))
+    w = _floats("weight", weight, x.shape[-1], "V: one per channel")
+    y = np.empty(x.shape, x.dtype)
+    if y.size:
+        _core.norm_gated(row, _four(y), _four(x), _four(gate), w, eps, act)
+    return y.view(_BF16) if y.dtype == np.uint16 else y
+
+
+def _four(x: Array) -> Array:
+    """[..., n] as [B, T, H, n], without a copy up to four axes."""
+    if x.ndim > 4:
+        return x.reshape(1, -1, x.shape[-2], x.shape[-1])
+    return x[(None,) * (4 - x.ndim)]

@@ -53,9 +53,12 @@ def fused_recurrent_kda(
     A_log: Any = None, dt_bias: Any = None, scale: float | None = None, initial_state: Any = None,
     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, lower_bound: float | None = None,
-    state_v_first: bool = False, cu_seqlens: Any = None,
+    state_v_first: bool = False, cu_seqlens: Any = None, *, checkpoints: list[list[F64]] | None = None,
 ) -> tuple[F64, F64 | None]:
-    """The recurrence, one token after the other, all heads at once. Shapes as in kda.fused_recurrent_kda."""
+    """The recurrence, one token after the other, all heads at once. Shapes as in kda.fused_recurrent_kda.
+
+    `checkpoints`, an empty list, receives per sequence the states [HV, K, V] after each of its tokens.
+    """
     q, k, v, g, beta = (np.asarray(x, np.float64) for x in (q, k, v, g, beta))
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -69,23 +72,93 @@ def fused_recurrent_kda(
     if use_beta_sigmoid_in_kernel:
         beta = sigmoid(beta) * (2.0 if allow_neg_eigval else 1.0)
 
-    spans = [(b, 0, T) for b in range(B)]
-    if cu_seqlens is not None:
-        spans = [(0, int(a), int(z)) for a, z in pairwise(cu_seqlens)]
+    spans = _spans(B, T, cu_seqlens)
     states = np.zeros((len(spans), HV, K, V))
     if initial_state is not None:
         states[:] = np.swapaxes(initial_state, 2, 3) if state_v_first else initial_state
 
     o = np.zeros((B, T, HV, V))
     for n, (b, start, end) in enumerate(spans):
-        S = states[n]
+        S, seen = states[n], []
         for t in range(start, end):
             S = np.exp(g[b, t])[:, :, None] * S  # decay first,
             u = np.einsum("hkv,hk->hv", S, k[b, t])  # so the prediction is by the decayed state,
             d = beta[b, t][:, None] * (v[b, t] - u)
             S = S + k[b, t][:, :, None] * d[:, None, :]
             o[b, t] = np.einsum("hkv,hk->hv", S, q[b, t])  # and the output by the updated one
+            if checkpoints is not None:
+                seen.append(S)
         states[n] = S
+        if checkpoints is not None:
+            checkpoints.append(seen)
     if not output_final_state:
         return o, None
     return o, np.swapaxes(states, 2, 3) if state_v_first else states
+
+
+def _spans(B: int, T: int, cu_seqlens: Any) -> list[tuple[int, int, int]]:
+    """(batch row, first token, end) of each sequence."""
+    if cu_seqlens is None:
+        return [(b, 0, T) for b in range(B)]
+    return [(0, int(start), int(end)) for start, end in pairwise(cu_seqlens)]
+
+
+def chunk_kda(*args: Any, chunk_size: int = 64, return_intermediate_states: bool = False, safe_gate: bool = False,
+              disable_recompute: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+    """The recurrence again: the chunked form is another way to compute it, not another definition."""
+    checkpoints: list[list[F64]] = []
+    o, final = fused_recurrent_kda(*args, **kwargs, checkpoints=checkpoints)
+    if not return_intermediate_states:
+        return o, final
+    HV, V = np.shape(args[2])[2:]
+    n = max((len(seen) for seen in checkpoints), default=0) // chunk_size
+    states = np.full((len(checkpoints), n, HV, np.shape(args[0])[3], V), np.nan)  # NaN: a shorter sequence has none
+    for own, seen in zip(states, checkpoints, strict=True):
+        for i, state in enumerate(seen[chunk_size - 1 :: chunk_size]):
+            own[i] = state
+    return o, final, np.swapaxes(states, 3, 4) if kwargs.get("state_v_first") else states
+
+
+def silu(x: ArrayLike) -> F64:
+    """x * sigmoid(x)."""
+    return np.asarray(x, np.float64) * sigmoid(x)
+
+
+def causal_conv1d(x: ArrayLike, weight: ArrayLike, bias: ArrayLike | None = None, activation: str | None = "silu",
+                  initial_state: ArrayLike | None = None, output_final_state: bool = False,
+                  cu_seqlens: Any = None) -> tuple[F64, F64 | None]:
+    """y_t = sum over w of weight[:, w] * x_{t - W + 1 + w}: the last tap is the current token."""
+    x = np.asarray(x, np.float64)
+    B, T, D = x.shape
+    w = np.asarray(weight, np.float64).reshape(D, -1)
+    past = w.shape[1] - 1
+    spans = _spans(B, T, cu_seqlens)
+    y = np.zeros_like(x)
+    final = np.zeros((len(spans), D, past))
+    for n, (b, start, end) in enumerate(spans):
+        history = np.zeros((past, D))
+        if initial_state is not None and past:
+            history = np.asarray(initial_state, np.float64)[n].T[-past:]
+        rows = np.concatenate([history, x[b, start:end]])  # raw inputs, oldest first
+        for t in range(end - start):
+            y[b, start + t] = np.einsum("dw,wd->d", w, rows[t:t + past + 1])
+        final[n] = rows[len(rows) - past:].T
+    if bias is not None:
+        y = y + np.asarray(bias, np.float64)
+    return (silu(y) if activation else y), final if output_final_state else None
+
+
+def causal_conv1d_update(x: ArrayLike, state: NDArray[Any], weight: ArrayLike, bias: ArrayLike | None = None,
+                         activation: str | None = "silu") -> F64:
+    """One token; `state` [B, D, W - 1] shifts by one in place."""
+    y, final = causal_conv1d(np.asarray(x, np.float64)[:, None], weight, bias, activation, state, True)
+    state[:] = final
+    return y[:, 0]
+
+
+def rms_norm_gated(x: ArrayLike, gate: ArrayLike, weight: ArrayLike, eps: float = 1e-5,
+                   activation: str = "sigmoid") -> F64:
+    """Norm first, then the gate: x / sqrt(mean(x * x) + eps) * weight * activation(gate)."""
+    x = np.asarray(x, np.float64)
+    y = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * np.asarray(weight, np.float64)
+    return y * (sigmoid(gate) if activation == "sigmoid" else silu(gate))

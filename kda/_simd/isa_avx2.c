@@ -20,6 +20,8 @@
 #define ISA_NAME avx2
 #define W 8
 #define COLS 4
+#define MR 6
+#define NR 2
 #define VECTOR "+x"
 typedef __m256 f32xw;
 
@@ -67,6 +69,10 @@ KDA_INLINE float vsum(f32xw x) {
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
+KDA_INLINE void vsum4(float *y, const f32xw x[4]) {
+    __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+    _mm_storeu_ps(y, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+}
 
 KDA_INLINE f32xw vload_f16(const uint16_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
@@ -91,4 +97,6 @@ KDA_INLINE void vstore_bf16(uint16_t *p, f32xw x) { /* add 0x7fff and the lowest
 #include "math.inc"
 #include "probe.inc"
 #include "step.inc"
+#include "block.inc"
+#include "epilogue.inc"
 #include "table.inc"

@@ -19,6 +19,8 @@
 #define ISA_NAME avx512
 #define W 16
 #define COLS 8
+#define MR 8
+#define NR 2
 #define VECTOR "+v"
 typedef __m512 f32xw;
 
@@ -56,6 +58,12 @@ KDA_INLINE float vsum(f32xw x) {
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
+KDA_INLINE __m256 halves_sum(f32xw x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
+KDA_INLINE void vsum4(float *y, const f32xw x[4]) {
+    __m256 s01 = _mm256_hadd_ps(halves_sum(x[0]), halves_sum(x[1]));
+    __m256 s = _mm256_hadd_ps(s01, _mm256_hadd_ps(halves_sum(x[2]), halves_sum(x[3])));
+    _mm_storeu_ps(y, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+}
 
 KDA_INLINE f32xw vload_f16(const uint16_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
@@ -79,4 +87,6 @@ KDA_INLINE void vstore_bf16(uint16_t *p, f32xw x) { /* add 0x7fff and the lowest
 #include "math.inc"
 #include "probe.inc"
 #include "step.inc"
+#include "block.inc"
+#include "epilogue.inc"
 #include "table.inc"

@@ -18,6 +18,8 @@
 #define ISA_NAME neon
 #define W 4
 #define COLS 8
+#define MR 8
+#define NR 2
 #define VECTOR "+w"
 typedef float32x4_t f32xw;
 
@@ -61,6 +63,9 @@ KDA_INLINE f32xw vscale2(f32xw x, f32xw n) {
 }
 
 KDA_INLINE float vsum(f32xw x) { return vaddvq_f32(x); }
+KDA_INLINE void vsum4(float *y, const f32xw x[4]) {
+    vst1q_f32(y, vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])));
+}
 
 /* float16 through its own instructions, on the bits: no compiler's half type is needed. */
 KDA_INLINE f32xw vload_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
@@ -76,4 +81,6 @@ KDA_INLINE void vstore_bf16(uint16_t *p, f32xw x) { /* add 0x7fff and the lowest
 #include "math.inc"
 #include "probe.inc"
 #include "step.inc"
+#include "block.inc"
+#include "epilogue.inc"
 #include "table.inc"

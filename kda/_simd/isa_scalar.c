@@ -114,6 +114,47 @@ static void step(float *o, float *s_out, float *work, const float *s_in, const f
         for (ptrdiff_t j = 0; j < V; j++) s_out[i * ld_out + j] = decay[i] * s_in[i * ld_in + j] + k[i] * u[j];
 }
 
+/* The definition, token by token: blocks exist to be fast, and this file to be plain. */
+static void block(float *o, float *s, float *work, const float *q, const float *k, const float *v, const float *decay,
+                  const float *beta, ptrdiff_t tokens, ptrdiff_t K, ptrdiff_t V, ptrdiff_t ld_o, ptrdiff_t ld_s,
+                  ptrdiff_t ld_v) {
+    for (ptrdiff_t t = 0; t < tokens; t++)
+        step(o + t * ld_o, s, work, s, q + t * K, k + t * K, v + t * ld_v, decay + t * K, beta[t], K, V, ld_s, ld_s);
+}
+
+static float activate(float x, int activation) {
+    return activation == KDA_IDENTITY ? x : activation == KDA_SIGMOID ? sigmoid_of(x) : x * sigmoid_of(x);
+}
+
+static void conv(float *const *y, const float *const *rows, const float *taps, const float *bias, ptrdiff_t tokens,
+                 ptrdiff_t n, ptrdiff_t ld_taps, int width, int activation) {
+    for (ptrdiff_t t = 0; t < tokens; t++)
+        for (ptrdiff_t c = 0; c < n; c++) {
+            float sum = bias ? bias[c] : 0.0f;
+            for (int w = 0; w < width; w++) sum += taps[w * ld_taps + c] * rows[t + w][c];
+            y[t][c] = activate(sum, activation);
+        }
+}
+
+static void conv_step(float *y, float *state, const float *x, const float *weight, const float *bias, ptrdiff_t n,
+                      int width, int activation) {
+    for (ptrdiff_t c = 0; c < n; c++) {
+        float sum = bias ? bias[c] : 0.0f;
+        float *past = state + c * (width - 1);
+        for (int w = 0; w < width - 1; w++) {
+            sum += weight[c * width + w] * past[w];
+            past[w] = w + 1 < width - 1 ? past[w + 1] : x[c];
+        }
+        y[c] = activate(sum + weight[c * width + width - 1] * x[c], activation);
+    }
+}
+
+static void norm_gated(float *y, const float *x, const float *gate, const float *weight, float eps, ptrdiff_t n,
+                       int activation) {
+    float factor = 1.0f / sqrtf(dot(x, x, n) / (float)n + eps);
+    for (ptrdiff_t i = 0; i < n; i++) y[i] = factor * x[i] * weight[i] * activate(gate[i], activation);
+}
+
 static void probe_update(float *s, float a, float b, ptrdiff_t n) {
     for (ptrdiff_t i = 0; i < n; i++) s[i] = s[i] * a + b;
 }

@@ -63,6 +63,42 @@ typedef void kda_step_fn(float *o, float *s_out, float *work, const float *s_in,
                          const float *v, const float *decay, float beta, ptrdiff_t K, ptrdiff_t V, ptrdiff_t ld_out,
                          ptrdiff_t ld_in);
 
+/* Tokens in a block, the most that kda_block_fn takes. */
+#define KDA_BLOCK 16
+/* Floats of its work area: coefficients, sums of one panel (at most 64 columns), rows of K. */
+#define KDA_BLOCK_WORK(K) (KDA_BLOCK * (2 * KDA_BLOCK + 3 * 64 + 3 * (K)) + (K))
+
+/* `tokens` in [1, KDA_BLOCK] tokens of one head at once, over V columns of its state s, in place: what that
+ * many kda_step_fn would give, to rounding. q, k, decay: [tokens][K] contiguous; v, o: [tokens][V], `ld` elements
+ * from token to token. Columns are independent, and a token's output does not depend on how many follow
+ * it in the block, to the bit. S is read once and written once.
+ */
+typedef void kda_block_fn(float *o, float *s, float *work, const float *q, const float *k, const float *v,
+                          const float *decay, const float *beta, ptrdiff_t tokens, ptrdiff_t K, ptrdiff_t V, ptrdiff_t ld_o,
+                          ptrdiff_t ld_s, ptrdiff_t ld_v);
+
+/* ---- the epilogues ---- */
+
+enum { KDA_IDENTITY = 0, KDA_SIGMOID = 1, KDA_SILU = 2 }; /* activation; silu(x) = x * sigmoid(x) */
+
+/* Depthwise causal convolution over n channels, width taps (1 to KDA_CONV_MAX), then the activation:
+ *     y[t][c] = activation(bias[c] + sum over w of taps[w * ld_taps + c] * rows[t + w][c])
+ * rows: width - 1 + tokens pointers to n floats, the history first, oldest first. bias may be NULL. Taps are summed from
+ * the oldest. A y row may be the row of the same token (rows[t + width - 1]) only if it is not history of a later one.
+ */
+#define KDA_CONV_MAX 8
+typedef void kda_conv_fn(float *const *y, const float *const *rows, const float *taps, const float *bias,
+                         ptrdiff_t tokens, ptrdiff_t n, ptrdiff_t ld_taps, int width, int activation);
+
+/* The same for one token with everything channel by channel, as caches and checkpoints hold it: state [n][width - 1]
+ * shifts by one, weight [n][width]. */
+typedef void kda_conv_step_fn(float *y, float *state, const float *x, const float *weight, const float *bias,
+                              ptrdiff_t n, int width, int activation);
+
+/* y = x / sqrt(mean(x * x) + eps) * weight * activation(gate). y == x and y == gate are allowed. */
+typedef void kda_norm_gated_fn(float *y, const float *x, const float *gate, const float *weight, float eps,
+                               ptrdiff_t n, int activation);
+
 /* ---- ceilings: what this ISA reaches when nothing else is in the way ---- */
 
 /* s = s * a + b in place: the memory traffic of a state update, and nothing more. */
@@ -80,6 +116,10 @@ struct kda_kernels {
     kda_l2norm_fn *l2norm;
     kda_gate_fn *gate_softplus, *gate_bounded;
     kda_step_fn *step;
+    kda_block_fn *block;
+    kda_conv_fn *conv;
+    kda_conv_step_fn *conv_step;
+    kda_norm_gated_fn *norm_gated;
     kda_probe_update_fn *probe_update;
     kda_probe_fma_fn *probe_fma;
 };

@@ -14,10 +14,12 @@
  *   vscale2(x, n)          x * 2^n; n holds integers in [-150, 128]; overflow and underflow as ldexp
  *   vlt0(a, b, x, y)       a < b ? x : y
  *   vsum(x)                the sum of the lanes, in one fixed order
+ *   vsum4(y, x)            y[0..3] = the sums of the lanes of x[0..3], each in the same fixed order
  *   vload_f16(p) vload_bf16(p) vstore_f16(p, x) vstore_bf16(p, x)     W halves
  *   vkeep(x)               x, held in a register: the compiler may not load it again for its next use
  *   vprefetch(p)           ask for the line at p; any address will do
- *   COLS                   vectors of a row whose sums stay in registers (4 or 8: registers decide)
+ *   COLS                   vectors of a row whose sums stay in registers in the step (4 or 8)
+ *   MR, NR                 rows and vectors of a tile of sums in the block (MR * NR + NR + 1 registers)
  */
 #ifndef KDA_LANES_H
 #define KDA_LANES_H

@@ -1,0 +1,253 @@
+/* Walks the tokens of one item and calls the ISA's kernels for each block of them. Nothing here is
+ * wide, and nothing is computed that a kernel does not compute. */
+#include "jobs.h"
+
+#include <string.h>
+
+enum { LANES = 16 }; /* column blocks end on the widest vector of any ISA */
+
+static ptrdiff_t padded(ptrdiff_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+static const void *at(const struct kda_tensor *x, ptrdiff_t batch, ptrdiff_t token, ptrdiff_t head, ptrdiff_t i) {
+    ptrdiff_t offset = batch * x->batch + token * x->token + head * x->head + i;
+    return (const char *)x->data + offset * (x->dtype == KDA_F32 ? 4 : 2);
+}
+
+/* n floats: where they lie if they are float32, else widened into `row`. */
+static const float *as_f32(const struct kda_kernels *isa, int dtype, const void *x, float *row, ptrdiff_t n) {
+    if (dtype == KDA_F32) return x;
+    (dtype == KDA_F16 ? isa->widen_f16 : isa->widen_bf16)(row, x, n);
+    return row;
+}
+
+/* The other way: `row` into an array of `dtype`; a float32 row was computed in its place. */
+static void put_f32(const struct kda_kernels *isa, int dtype, void *y, const float *row, ptrdiff_t n) {
+    if (dtype != KDA_F32) (dtype == KDA_F16 ? isa->narrow_f16 : isa->narrow_bf16)(y, row, n);
+}
+
+/* The tokens [t0, t1) of sequence n, and the batch row they are in. */
+static void span(const int64_t *cu_seqlens, ptrdiff_t n, ptrdiff_t T, ptrdiff_t *row, ptrdiff_t *t0, ptrdiff_t *t1) {
+    *row = n, *t0 = 0, *t1 = T;
+    if (cu_seqlens) *row = 0, *t0 = cu_seqlens[n], *t1 = cu_seqlens[n + 1];
+}
+
+/* ---- the delta rule ---- */
+
+ptrdiff_t kda_delta_items(const struct kda_job *job) { return job->N * job->HV * job->splits; }
+
+/* q, k, decay [block, K]; v, o [block, V]; beta [block]; work of the step or the block */
+ptrdiff_t kda_delta_scratch(const struct kda_job *job) {
+    ptrdiff_t work = job->block == 1 ? 2 * job->K + job->V : KDA_BLOCK_WORK(job->K);
+    return padded(job->block * 3 * job->K) + job->block * 2 * padded(job->V) + KDA_BLOCK + padded(work);
+}
+
+/* One row of q or k, ready for the kernels. */
+static void prepare_qk(const struct kda_job *job, const struct kda_tensor *x, const void *at_x, float factor,
+                       float *row) {
+    const float *from = as_f32(job->isa, x->dtype, at_x, row, job->K);
+    if (job->flags & KDA_L2NORM)
+        job->isa->l2norm(row, from, factor, job->eps, job->K);
+    else
+        job->isa->scale(row, from, factor, job->K);
+}
+
+static const float *log_decay(const struct kda_job *job, const void *at_g, ptrdiff_t hv, float ea, float *row) {
+    const float *g = as_f32(job->isa, job->g.dtype, at_g, row, job->K);
+    if (!(job->flags & KDA_GATE)) return g;
+    const float *bias = job->dt_bias ? job->dt_bias + hv * job->K : NULL;
+    kda_gate_fn *gate = job->flags & KDA_BOUNDED ? job->isa->gate_bounded : job->isa->gate_softplus;
+    gate(row, g, bias, ea, job->lower_bound, job->K);
+    return row;
+}
+
+/* exp(A_log) of the head; without A_log the bounded gate's factor is 1. */
+static float gate_factor(const struct kda_job *job, ptrdiff_t hv) {
+    float ea = 1.0f;
+    if (job->flags & KDA_GATE && job->A_log) job->isa->exp(&ea, job->A_log + hv, 1);
+    return ea;
+}
+
+static float prepare_beta(const struct kda_job *job, const void *at_beta) {
+    float row, beta = *as_f32(job->isa, job->beta.dtype, at_beta, &row, 1);
+    if (job->flags & KDA_BETA_SIGMOID) job->isa->sigmoid(&beta, &beta, 1);
+    return job->flags & KDA_NEG_EIGVAL ? 2.0f * beta : beta;
+}
+
+/* K rows of `columns`, from one state to another; s_in NULL: zeros. */
+static void copy_state(float *s_out, const float *s_in, ptrdiff_t K, ptrdiff_t columns, ptrdiff_t ld) {
+    for (ptrdiff_t i = 0; i < K; i++) {
+        if (s_in)
+            memcpy(s_out + i * ld, s_in + i * ld, (size_t)columns * sizeof *s_out);
+        else
+            memset(s_out + i * ld, 0, (size_t)columns * sizeof *s_out);
+    }
+}
+
+void kda_delta_item(const void *job_, ptrdiff_t item, int thread) {
+    const struct kda_job *job = job_;
+    const struct kda_kernels *isa = job->isa;
+    ptrdiff_t K = job->K, V = job->V;
+    ptrdiff_t split = item % job->splits, hv = item / job->splits % job->HV, n = item / job->splits / job->HV;
+    ptrdiff_t h = hv / (job->HV / job->H);
+    ptrdiff_t width = padded((V + job->splits - 1) / job->splits);
+    ptrdiff_t j0 = split * width, columns = V - j0 < width ? V - j0 : width;
+    if (columns <= 0) return;
+    ptrdiff_t row, t0, t1;
+    span(job->cu_seqlens, n, job->T, &row, &t0, &t1);
+
+    float *q = job->scratch + thread * job->scratch_floats;
+    float *k = q + job->block * K, *decay = k + job->block * K, *v_rows = q + padded(job->block * 3 * K);
+    float *o_rows = v_rows + job->block * padded(V), *beta = o_rows + job->block * padded(V), *work = beta + KDA_BLOCK;
+
+    float *s = (float *)at(&job->s_out, n, 0, hv, j0);
+    const float *s_in = job->s_in.data ? at(&job->s_in, n, 0, hv, j0) : NULL;
+    if (s_in != s && (job->block > 1 || !s_in || t0 == t1)) { /* a step reads s_in itself; a block works in place */
+        copy_state(s, s_in, K, columns, V);
+        s_in = s;
+    }
+
+    float ea = gate_factor(job, hv);
+    ptrdiff_t tokens = 0, checkpoint = 0;
+    for (ptrdiff_t t = t0; t < t1; t += tokens) {
+        tokens = t1 - t < job->block ? t1 - t : job->block;
+        if (job->states.data) { /* blocks end where a state is wanted */
+            ptrdiff_t left = job->spacing - (t - t0) % job->spacing;
+            if (left < tokens) tokens = left;
+        }
+        for (ptrdiff_t i = 0; i < tokens; i++) {
+            prepare_qk(job, &job->q, at(&job->q, row, t + i, h, 0), job->scale, q + i * K);
+            prepare_qk(job, &job->k, at(&job->k, row, t + i, h, 0), 1.0f, k + i * K);
+            isa->exp(decay + i * K, log_decay(job, at(&job->g, row, t + i, hv, 0), hv, ea, decay + i * K), K);
+            beta[i] = prepare_beta(job, at(&job->beta, row, t + i, hv, 0));
+        }
+        const float *v = at(&job->v, row, t, hv, j0);
+        ptrdiff_t ld_v = job->v.token, ld_o = job->o.token;
+        if (job->v.dtype != KDA_F32) {
+            ld_v = padded(V);
+            for (ptrdiff_t i = 0; i < tokens; i++)
+                as_f32(isa, job->v.dtype, at(&job->v, row, t + i, hv, j0), v_rows + i * ld_v, columns);
+            v = v_rows;
+        }
+        float *o = (float *)at(&job->o, row, t, hv, j0);
+        if (job->o.dtype != KDA_F32) o = o_rows, ld_o = padded(V);
+
+        if (job->block == 1)
+            isa->step(o, s, work, s_in, q, k, v, decay, *beta, K, columns, V, V);
+        else
+            isa->block(o, s, work, q, k, v, decay, beta, tokens, K, columns, ld_o, V, ld_v);
+        s_in = s;
+
+        for (ptrdiff_t i = 0; i < tokens; i++)
+            put_f32(isa, job->o.dtype, (void *)at(&job->o, row, t + i, hv, j0), o + i * ld_o, columns);
+        if (job->states.data && (t - t0 + tokens) % job->spacing == 0)
+            copy_state((float *)at(&job->states, n, checkpoint++, hv, j0), s, K, columns, V);
+    }
+}
+
+void kda_gate_item(const void *job_, ptrdiff_t item, int thread) {
+    const struct kda_job *job = job_;
+    (void)thread;
+    ptrdiff_t t = item % job->T, b = item / job->T;
+    for (ptrdiff_t hv = 0; hv < job->HV; hv++)
+        log_decay(job, at(&job->g, b, t, hv, 0), hv, gate_factor(job, hv), (float *)at(&job->o, b, t, hv, 0));
+}
+
+void kda_l2norm_item(const void *job_, ptrdiff_t item, int thread) {
+    const struct kda_job *job = job_;
+    ptrdiff_t t = item % job->T, b = item / job->T;
+    for (ptrdiff_t h = 0; h < job->H; h++) {
+        void *y_at = (void *)at(&job->o, b, t, h, 0);
+        float *y = job->o.dtype == KDA_F32 ? y_at : job->scratch + thread * job->scratch_floats;
+        prepare_qk(job, &job->q, at(&job->q, b, t, h, 0), 1.0f, y);
+        put_f32(job->isa, job->o.dtype, y_at, y, job->K);
+    }
+}
+
+/* ---- the epilogues ---- */
+
+void kda_norm_item(const void *job_, ptrdiff_t item, int thread) {
+    const struct kda_norm_job *job = job_;
+    const struct kda_kernels *isa = job->isa;
+    ptrdiff_t t = item % job->T, b = item / job->T, n = job->n;
+    float *x_row = job->scratch + thread * job->scratch_floats, *gate_row = x_row + n, *y_row = gate_row + n;
+    for (ptrdiff_t h = 0; h < job->H; h++) {
+        const float *x = as_f32(isa, job->x.dtype, at(&job->x, b, t, h, 0), x_row, n);
+        const float *gate = as_f32(isa, job->gate.dtype, at(&job->gate, b, t, h, 0), gate_row, n);
+        void *y_at = (void *)at(&job->y, b, t, h, 0);
+        float *y = job->y.dtype == KDA_F32 ? y_at : y_row;
+        isa->norm_gated(y, x, gate, job->weight, job->eps, n, job->activation);
+        put_f32(isa, job->y.dtype, y_at, y, n);
+    }
+}
+
+static ptrdiff_t conv_blocks(const struct kda_conv_job *job) {
+    return (job->D + KDA_CONV_CHANNELS - 1) / KDA_CONV_CHANNELS;
+}
+
+ptrdiff_t kda_conv_items(const struct kda_conv_job *job) { return job->N * conv_blocks(job); }
+
+/* the history, and the widened x and unrounded y of 16-bit arrays; rows of KDA_CONV_CHANNELS */
+ptrdiff_t kda_conv_scratch(const struct kda_conv_job *job) {
+    ptrdiff_t rows = 2 * (job->width - 1); /* from the state; and the one that follows it */
+    if (job->x.dtype != KDA_F32) rows += job->width - 1 + KDA_CONV_TOKENS;
+    if (job->y.dtype != KDA_F32) rows += KDA_CONV_TOKENS;
+    return rows * KDA_CONV_CHANNELS;
+}
+
+void kda_conv_item(const void *job_, ptrdiff_t item, int thread) {
+    const struct kda_conv_job *job = job_;
+    const struct kda_kernels *isa = job->isa;
+    ptrdiff_t blocks = conv_blocks(job), n = item / blocks, c0 = item % blocks * KDA_CONV_CHANNELS;
+    ptrdiff_t channels = job->D - c0 < KDA_CONV_CHANNELS ? job->D - c0 : KDA_CONV_CHANNELS, past = job->width - 1;
+    ptrdiff_t row, t0, t1;
+    span(job->cu_seqlens, n, job->T, &row, &t0, &t1);
+
+    float *history = job->scratch + thread * job->scratch_floats, *kept = history + past * KDA_CONV_CHANNELS;
+    float *x_rows = kept + past * KDA_CONV_CHANNELS;
+    float *y_rows = x_rows + (job->x.dtype == KDA_F32 ? 0 : past + KDA_CONV_TOKENS) * KDA_CONV_CHANNELS;
+    for (ptrdiff_t w = 0; w < past; w++)
+        for (ptrdiff_t c = 0; c < channels; c++)
+            history[w * KDA_CONV_CHANNELS + c] =
+                job->state_in ? job->state_in[n * job->in_batch + (c0 + c) * job->in_channel + w * job->in_tap] : 0.0f;
+
+    const float *rows[KDA_CONV_MAX - 1 + KDA_CONV_TOKENS];
+    float *y[KDA_CONV_TOKENS];
+    for (ptrdiff_t t = t0; t < t1; t += KDA_CONV_TOKENS) {
+        ptrdiff_t tokens = t1 - t < KDA_CONV_TOKENS ? t1 - t : KDA_CONV_TOKENS;
+        for (ptrdiff_t i = 0; i < past + tokens; i++) {
+            ptrdiff_t from = t - past + i;
+            rows[i] = from < t0 ? history + (past + from - t0) * KDA_CONV_CHANNELS
+                                : as_f32(isa, job->x.dtype, at(&job->x, row, from, 0, c0),
+                                         x_rows + i * KDA_CONV_CHANNELS, channels);
+        }
+        for (ptrdiff_t i = 0; i < tokens; i++)
+            y[i] = job->y.dtype == KDA_F32 ? (float *)at(&job->y, row, t + i, 0, c0) : y_rows + i * KDA_CONV_CHANNELS;
+        isa->conv(y, rows, job->taps + c0, job->bias ? job->bias + c0 : NULL, tokens, channels, job->D, job->width,
+                  job->activation);
+        for (ptrdiff_t i = 0; i < tokens; i++)
+            put_f32(isa, job->y.dtype, (void *)at(&job->y, row, t + i, 0, c0), y[i], channels);
+    }
+
+    if (!job->state_out) return;
+    for (ptrdiff_t w = 0; w < past; w++) { /* the last raw inputs; older ones come from the history */
+        ptrdiff_t from = t1 - past + w;
+        const float *x = from < t0 ? history + (past + from - t0) * KDA_CONV_CHANNELS
+                                   : as_f32(isa, job->x.dtype, at(&job->x, row, from, 0, c0), kept, channels);
+        for (ptrdiff_t c = 0; c < channels; c++)
+            job->state_out[n * job->out_batch + (c0 + c) * job->out_channel + w * job->out_tap] = x[c];
+    }
+}
+
+void kda_conv_step_item(const void *job_, ptrdiff_t item, int thread) {
+    const struct kda_conv_job *job = job_;
+    const struct kda_kernels *isa = job->isa;
+    ptrdiff_t blocks = conv_blocks(job), n = item / blocks, c0 = item % blocks * KDA_CONV_CHANNELS;
+    ptrdiff_t channels = job->D - c0 < KDA_CONV_CHANNELS ? job->D - c0 : KDA_CONV_CHANNELS;
+    float *x_row = job->scratch + thread * job->scratch_floats, *y_row = x_row + KDA_CONV_CHANNELS;
+    const float *x = as_f32(isa, job->x.dtype, at(&job->x, n, 0, 0, c0), x_row, channels);
+    void *y_at = (void *)at(&job->y, n, 0, 0, c0);
+    float *y = job->y.dtype == KDA_F32 ? y_at : y_row;
+    isa->conv_step(y, job->state_out + (n * job->D + c0) * (job->width - 1), x, job->taps + c0 * job->width,
+                   job->bias ? job->bias + c0 : NULL, channels, job->width, job->activation);
+    put_f32(isa, job->y.dtype, y_at, y, channels);
+}

@@ -1,0 +1,89 @@
+/* The operations as jobs of independent items: what the Cython layer fills in and hands to
+ * kda_parallel_for. */
+#ifndef KDA_JOBS_H
+#define KDA_JOBS_H
+#include "kernels.h"
+
+enum { KDA_F32 = 0, KDA_F16 = 1, KDA_BF16 = 2 };
+
+/* [batch, token, head, n] with n contiguous; strides in elements, any sign. */
+struct kda_tensor {
+    void *data;
+    ptrdiff_t batch, token, head;
+    int dtype;
+};
+
+enum {
+    KDA_L2NORM = 1 << 0,       /* normalise q and k */
+    KDA_GATE = 1 << 1,         /* g holds raw logits */
+    KDA_BOUNDED = 1 << 2,      /* the gate's formula: lower_bound was given */
+    KDA_BETA_SIGMOID = 1 << 3, /* beta holds raw logits */
+    KDA_NEG_EIGVAL = 1 << 4    /* beta * 2 */
+};
+
+/* The delta rule over whole sequences, fused_kda_gate and l2norm. */
+struct kda_job {
+    const struct kda_kernels *isa;
+    struct kda_tensor o, q, k, v, g, beta;
+    struct kda_tensor s_out, s_in; /* [N, -, HV, K V] float32, a head contiguous; s_in.data NULL: zeros */
+    struct kda_tensor states;      /* [N, checkpoint, HV, K V] float32; data NULL: none wanted */
+    const float *A_log, *dt_bias;  /* [HV], [HV, K]; NULL: none */
+    const int64_t *cu_seqlens;     /* [N + 1], or NULL: sequence n is batch row n, T tokens */
+    ptrdiff_t N, T, H, HV, K, V;
+    ptrdiff_t block;   /* tokens taken together: 1 (the step) or KDA_BLOCK */
+    ptrdiff_t spacing; /* tokens between two checkpoints of `states` */
+    ptrdiff_t splits;  /* column blocks per head */
+    float scale, lower_bound, eps;
+    int flags;
+    float *scratch; /* `scratch_floats` per thread, each starting on a cache line */
+    ptrdiff_t scratch_floats;
+};
+
+ptrdiff_t kda_delta_items(const struct kda_job *job);
+ptrdiff_t kda_delta_scratch(const struct kda_job *job);
+
+/* kda_task_fn, all of them.
+ * delta: one column block of one value head of one sequence, all its tokens.
+ * gate: one token of g into o, as log decay.  l2norm: one token of q into o. */
+void kda_delta_item(const void *job, ptrdiff_t item, int thread);
+void kda_gate_item(const void *job, ptrdiff_t item, int thread);
+void kda_l2norm_item(const void *job, ptrdiff_t item, int thread);
+
+/* The gated norm: y, x, gate [batch, token, head, n]. */
+struct kda_norm_job {
+    const struct kda_kernels *isa;
+    struct kda_tensor y, x, gate;
+    const float *weight;
+    ptrdiff_t T, H, n;
+    float eps;
+    int activation;
+    float *scratch;
+    ptrdiff_t scratch_floats; /* 3 n */
+};
+void kda_norm_item(const void *job, ptrdiff_t item, int thread); /* one token */
+
+/* The short convolution: y, x [batch, token, -, D]; channels in blocks. */
+enum { KDA_CONV_CHANNELS = 512, KDA_CONV_TOKENS = 16 };
+struct kda_conv_job {
+    const struct kda_kernels *isa;
+    struct kda_tensor y, x;
+    const float *taps;                            /* [width, D] */
+    const float *bias;                            /* [D] or NULL */
+    float *state_out;                             /* [N, D, width - 1] in these strides, or NULL */
+    ptrdiff_t out_batch, out_channel, out_tap;
+    const float *state_in;                        /* the same, or NULL: zeros; may be state_out */
+    ptrdiff_t in_batch, in_channel, in_tap;
+    const int64_t *cu_seqlens;
+    ptrdiff_t N, T, D;
+    int width, activation;
+    float *scratch;
+    ptrdiff_t scratch_floats; /* kda_conv_scratch */
+};
+ptrdiff_t kda_conv_items(const struct kda_conv_job *job);
+ptrdiff_t kda_conv_scratch(const struct kda_conv_job *job);
+void kda_conv_item(const void *job, ptrdiff_t item, int thread); /* one block of channels of one sequence */
+
+/* One token, state in place, everything channel by channel: taps [D, width], state_out [N, D, width - 1] contiguous. */
+void kda_conv_step_item(const void *job, ptrdiff_t item, int thread);
+
+#endif
