@@ -1,6 +1,5 @@
 from typing import Any
 
-F_L2NORM: int
 F_GATE: int
 F_BOUNDED: int
 F_BETA_SIGMOID: int
@@ -19,7 +18,7 @@ def after_fork_in_child() -> None: ...
 def overlap(x: Any, others: tuple[Any, ...]) -> int: ...
 def delta(
     isa: int, o: Any, s_out: Any, s_in: Any, q: Any, k: Any, v: Any, g: Any, beta: Any,
-    A_log: Any, dt_bias: Any, cu_seqlens: Any, scale: float, lower_bound: float, flags: int,
+    A_log: Any, dt_bias: Any, cu_seqlens: Any, scale: float, lower_bound: float, eps: float, flags: int,
     chunked: bool, states: Any, spacing: int,
 ) -> None: ...
 def gate(isa: int, y: Any, g: Any, A_log: Any, dt_bias: Any, lower_bound: float, flags: int) -> None: ...

@@ -20,7 +20,6 @@ cdef enum:
     GRAIN = 65536
     BUFFERS = 12
 
-F_L2NORM = KDA_L2NORM
 F_GATE = KDA_GATE
 F_BOUNDED = KDA_BOUNDED
 F_BETA_SIGMOID = KDA_BETA_SIGMOID
@@ -52,9 +51,9 @@ def kernel_addresses(int isa):
         "widen_f16": <size_t>t.widen_f16, "widen_bf16": <size_t>t.widen_bf16,
         "narrow_f16": <size_t>t.narrow_f16, "narrow_bf16": <size_t>t.narrow_bf16,
         "exp": <size_t>t.exp, "sigmoid": <size_t>t.sigmoid, "softplus": <size_t>t.softplus,
-        "scale": <size_t>t.scale, "l2norm": <size_t>t.l2norm,
+        "l2norm": <size_t>t.l2norm,
         "gate_softplus": <size_t>t.gate_softplus, "gate_bounded": <size_t>t.gate_bounded,
-        "step": <size_t>t.step, "block": <size_t>t.block, "conv": <size_t>t.conv,
+        "prepare": <size_t>t.prepare, "step": <size_t>t.step, "block": <size_t>t.block, "conv": <size_t>t.conv,
         "conv_step": <size_t>t.conv_step, "norm_gated": <size_t>t.norm_gated,
         "probe_update": <size_t>t.probe_update, "probe_fma": <size_t>t.probe_fma,
     }
@@ -260,7 +259,7 @@ cdef int state(_Buffers buffers, kda_tensor *t, x, tuple shape, bint writable) e
 
 
 def delta(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
-          double scale, double lower_bound, int flags, bint chunked, states, Py_ssize_t spacing):
+          double scale, double lower_bound, double eps, int flags, bint chunked, states, Py_ssize_t spacing):
     """o [B,T,HV,V] and s_out [N,HV,K,V] from the rest; s_in None starts from zeros, s_in is s_out updates in place.
 
     chunked takes KDA_BLOCK tokens together. states [N,n,HV,K,V] or None receives the state after every `spacing`
@@ -293,7 +292,7 @@ def delta(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
     job.A_log = buffers.floats(A_log, HV)
     job.dt_bias = buffers.floats(dt_bias, HV * K)
     job.N, job.T, job.H, job.HV, job.K, job.V = N, T, H, HV, K, V
-    job.scale, job.lower_bound, job.eps, job.flags = scale, lower_bound, 1e-6, flags
+    job.scale, job.lower_bound, job.eps, job.flags = scale, lower_bound, eps, flags
     job.block, job.spacing = KDA_BLOCK if chunked else 1, spacing
     cdef int threads = threads_for(<long long>max(B * T, N) * HV * K * V)
     job.splits = 1
@@ -345,7 +344,7 @@ def l2norm(int isa, y, x, double eps):
     buffers.tensor(&job.q, x, (B, T, H, K), 1, False)
     buffers.tensor(&job.o, y, (B, T, H, K), 1, True)
     job.N, job.T, job.H, job.HV, job.K, job.V = B, T, H, H, K, 1
-    job.eps, job.flags = eps, KDA_L2NORM
+    job.eps = eps
     cdef int threads = threads_for(B * T * H * K)
     job.scratch_floats = rounded(K)
     job.scratch = buffers.scratch(threads, job.scratch_floats)

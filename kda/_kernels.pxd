@@ -21,10 +21,10 @@ cdef extern from "kernels.h" nogil:
         void *exp
         void *sigmoid
         void *softplus
-        void *scale
         void *l2norm
         void *gate_softplus
         void *gate_bounded
+        void *prepare
         void *step
         void *block
         void *conv
@@ -54,7 +54,6 @@ cdef extern from "jobs.h" nogil:
         KDA_F32
         KDA_F16
         KDA_BF16
-        KDA_L2NORM
         KDA_GATE
         KDA_BOUNDED
         KDA_BETA_SIGMOID

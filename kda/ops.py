@@ -300,7 +300,7 @@ def _delta(
     if beta.shape != (B, T, HV):
         raise _shape_error("beta", beta, (B, T, HV), " (HV of v)")
 
-    flags = _core.F_L2NORM if use_qk_l2norm_in_kernel else 0
+    flags = 0
     if use_gate_in_kernel:
         flags |= _gate_flags(A_log, lower_bound)
         A_log = _floats("A_log", A_log, HV, "HV: one per value head")
@@ -356,7 +356,7 @@ def _delta(
             states[n, length // chunk_size:] = np.nan
 
     _core.delta(row, o, final, initial, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
-                K**-0.5 if scale is None else scale, 0.0 if lower_bound is None else lower_bound, flags,
+                K**-0.5 if scale is None else scale, 0.0 if lower_bound is None else lower_bound, 1e-6 if use_qk_l2norm_in_kernel else -1.0, flags,
                 chunk_size is not None, states, chunk_size or 0)
 
     if out is not None:

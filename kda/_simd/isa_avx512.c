@@ -12,6 +12,7 @@
 #error "isa_avx512.c needs -mavx512f -mavx512bw -mavx512vl -mavx512dq"
 #endif
 #include <immintrin.h>
+#include <math.h>
 
 #include "kernels.h"
 #include "lanes.h"
@@ -58,7 +59,9 @@ KDA_INLINE float vsum(f32xw x) {
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
-KDA_INLINE __m256 halves_sum(f32xw x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
+KDA_INLINE __m256 halves_sum(f32xw x) {
+    return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+}
 KDA_INLINE void vsum4(float *y, const f32xw x[4]) {
     __m256 s01 = _mm256_hadd_ps(halves_sum(x[0]), halves_sum(x[1]));
     __m256 s = _mm256_hadd_ps(s01, _mm256_hadd_ps(halves_sum(x[2]), halves_sum(x[3])));

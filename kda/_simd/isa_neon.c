@@ -11,6 +11,7 @@
 #error "isa_neon.c needs Advanced SIMD"
 #endif
 #include <arm_neon.h>
+#include <math.h>
 
 #include "kernels.h"
 #include "lanes.h"

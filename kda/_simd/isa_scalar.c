@@ -69,19 +69,25 @@ MAP(exp_map, float, float, expf)
 MAP(sigmoid_map, float, float, sigmoid_of)
 MAP(softplus_map, float, float, softplus_of)
 
-static void scale(float *y, const float *x, float a, ptrdiff_t n) {
-    for (ptrdiff_t i = 0; i < n; i++) y[i] = a * x[i];
-}
-
 static float dot(const float *x, const float *y, ptrdiff_t n) {
     float sum = 0.0f;
     for (ptrdiff_t i = 0; i < n; i++) sum += x[i] * y[i];
     return sum;
 }
 
-static void l2norm(float *y, const float *x, float a, float eps, ptrdiff_t n) {
-    float factor = a / sqrtf(dot(x, x, n) + eps);
-    for (ptrdiff_t i = 0; i < n; i++) y[i] = factor * x[i];
+static void l2norm(float *y, const float *x, float eps, ptrdiff_t n) {
+    float norm = sqrtf(dot(x, x, n) + eps);
+    for (ptrdiff_t i = 0; i < n; i++) y[i] = x[i] / norm;
+}
+
+static void prepare(float *q_out, float *k_out, float *decay, const float *q, const float *k, const float *g,
+                    float scale, float eps, ptrdiff_t K) {
+    float qq = eps < 0.0f ? 1.0f : sqrtf(dot(q, q, K) + eps), kk = eps < 0.0f ? 1.0f : sqrtf(dot(k, k, K) + eps);
+    for (ptrdiff_t i = 0; i < K; i++) {
+        q_out[i] = q[i] * (scale / qq);
+        k_out[i] = k[i] * (1.0f / kk);
+        decay[i] = expf(g[i]);
+    }
 }
 
 static void gate_softplus(float *y, const float *x, const float *bias, float ea, float bound, ptrdiff_t n) {
@@ -115,11 +121,12 @@ static void step(float *o, float *s_out, float *work, const float *s_in, const f
 }
 
 /* The definition, token by token: blocks exist to be fast, and this file to be plain. */
-static void block(float *o, float *s, float *work, const float *q, const float *k, const float *v, const float *decay,
-                  const float *beta, ptrdiff_t tokens, ptrdiff_t K, ptrdiff_t V, ptrdiff_t ld_o, ptrdiff_t ld_s,
-                  ptrdiff_t ld_v) {
+static void block(float *o, float *s, float *work, const float *q, const float *k, const float *v,
+                  const float *decay, const float *beta, ptrdiff_t tokens, ptrdiff_t K, ptrdiff_t V, ptrdiff_t ld_o,
+                  ptrdiff_t ld_s, ptrdiff_t ld_v) {
     for (ptrdiff_t t = 0; t < tokens; t++)
-        step(o + t * ld_o, s, work, s, q + t * K, k + t * K, v + t * ld_v, decay + t * K, beta[t], K, V, ld_s, ld_s);
+        step(o + t * ld_o, s, work, s, q + t * K, k + t * K, v + t * ld_v, decay + t * K, beta[t], K, V, ld_s,
+             ld_s);
 }
 
 static float activate(float x, int activation) {

@@ -14,11 +14,10 @@ struct kda_tensor {
 };
 
 enum {
-    KDA_L2NORM = 1 << 0,       /* normalise q and k */
-    KDA_GATE = 1 << 1,         /* g holds raw logits */
-    KDA_BOUNDED = 1 << 2,      /* the gate's formula: lower_bound was given */
-    KDA_BETA_SIGMOID = 1 << 3, /* beta holds raw logits */
-    KDA_NEG_EIGVAL = 1 << 4    /* beta * 2 */
+    KDA_GATE = 1 << 0,         /* g holds raw logits */
+    KDA_BOUNDED = 1 << 1,      /* the gate's formula: lower_bound was given */
+    KDA_BETA_SIGMOID = 1 << 2, /* beta holds raw logits */
+    KDA_NEG_EIGVAL = 1 << 3    /* beta * 2 */
 };
 
 /* The delta rule over whole sequences, fused_kda_gate and l2norm. */
@@ -33,7 +32,8 @@ struct kda_job {
     ptrdiff_t block;   /* tokens taken together: 1 (the step) or KDA_BLOCK */
     ptrdiff_t spacing; /* tokens between two checkpoints of `states` */
     ptrdiff_t splits;  /* column blocks per head */
-    float scale, lower_bound, eps;
+    float scale, lower_bound;
+    float eps; /* of the l2norm of q and k; < 0: none */
     int flags;
     float *scratch; /* `scratch_floats` per thread, each starting on a cache line */
     ptrdiff_t scratch_floats;
@@ -67,11 +67,11 @@ enum { KDA_CONV_CHANNELS = 512, KDA_CONV_TOKENS = 16 };
 struct kda_conv_job {
     const struct kda_kernels *isa;
     struct kda_tensor y, x;
-    const float *taps;                            /* [width, D] */
-    const float *bias;                            /* [D] or NULL */
-    float *state_out;                             /* [N, D, width - 1] in these strides, or NULL */
+    const float *taps; /* [width, D] */
+    const float *bias; /* [D] or NULL */
+    float *state_out;  /* [N, D, width - 1] in these strides, or NULL */
     ptrdiff_t out_batch, out_channel, out_tap;
-    const float *state_in;                        /* the same, or NULL: zeros; may be state_out */
+    const float *state_in; /* the same, or NULL: zeros; may be state_out */
     ptrdiff_t in_batch, in_channel, in_tap;
     const int64_t *cu_seqlens;
     ptrdiff_t N, T, D;
@@ -83,7 +83,8 @@ ptrdiff_t kda_conv_items(const struct kda_conv_job *job);
 ptrdiff_t kda_conv_scratch(const struct kda_conv_job *job);
 void kda_conv_item(const void *job, ptrdiff_t item, int thread); /* one block of channels of one sequence */
 
-/* One token, state in place, everything channel by channel: taps [D, width], state_out [N, D, width - 1] contiguous. */
+/* One token, state in place, everything channel by channel: taps [D, width], state_out [N, D, width - 1]
+ * contiguous. */
 void kda_conv_step_item(const void *job, ptrdiff_t item, int thread);
 
 #endif

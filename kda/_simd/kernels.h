@@ -34,11 +34,8 @@ typedef void kda_narrow_fn(uint16_t *y, const float *x, ptrdiff_t n);
 /* softplus: y = log(1 + e^x), x itself above 20; e^x in the far negative.          ulp <= 3.0 */
 typedef void kda_map_fn(float *y, const float *x, ptrdiff_t n);
 
-/* y = a * x. */
-typedef void kda_scale_fn(float *y, const float *x, float a, ptrdiff_t n);
-
-/* y = x * a / sqrt(sum(x * x) + eps). The sum is taken in one fixed order. */
-typedef void kda_l2norm_fn(float *y, const float *x, float a, float eps, ptrdiff_t n);
+/* y = x / sqrt(sum(x * x) + eps). The sum is taken in one fixed order. */
+typedef void kda_l2norm_fn(float *y, const float *x, float eps, ptrdiff_t n);
 
 /* The two decay gates, log space, z = x + bias (bias may be NULL: 0). ea = exp(A_log), one per head.
  *   gate_softplus: y = -ea * softplus(z)
@@ -47,6 +44,12 @@ typedef void kda_l2norm_fn(float *y, const float *x, float a, float eps, ptrdiff
 typedef void kda_gate_fn(float *y, const float *x, const float *bias, float ea, float bound, ptrdiff_t n);
 
 /* ---- the delta rule ---- */
+
+/* One token's q, k and log decay g, ready for the two kernels below:
+ *     q_out = q * scale / sqrt(sum(q * q) + eps), k_out = k / sqrt(sum(k * k) + eps), decay = e^g
+ * eps < 0: no norm, q_out = q * scale and k_out = k. decay == g is allowed. */
+typedef void kda_prepare_fn(float *q_out, float *k_out, float *decay, const float *q, const float *k,
+                            const float *g, float scale, float eps, ptrdiff_t K);
 
 /* One token of one head, over V columns of its state S (K rows, `ld` elements from row to row):
  *
@@ -74,8 +77,8 @@ typedef void kda_step_fn(float *o, float *s_out, float *work, const float *s_in,
  * it in the block, to the bit. S is read once and written once.
  */
 typedef void kda_block_fn(float *o, float *s, float *work, const float *q, const float *k, const float *v,
-                          const float *decay, const float *beta, ptrdiff_t tokens, ptrdiff_t K, ptrdiff_t V, ptrdiff_t ld_o,
-                          ptrdiff_t ld_s, ptrdiff_t ld_v);
+                          const float *decay, const float *beta, ptrdiff_t tokens, ptrdiff_t K, ptrdiff_t V,
+                          ptrdiff_t ld_o, ptrdiff_t ld_s, ptrdiff_t ld_v);
 
 /* ---- the epilogues ---- */
 
@@ -83,15 +86,16 @@ enum { KDA_IDENTITY = 0, KDA_SIGMOID = 1, KDA_SILU = 2 }; /* activation; silu(x)
 
 /* Depthwise causal convolution over n channels, width taps (1 to KDA_CONV_MAX), then the activation:
  *     y[t][c] = activation(bias[c] + sum over w of taps[w * ld_taps + c] * rows[t + w][c])
- * rows: width - 1 + tokens pointers to n floats, the history first, oldest first. bias may be NULL. Taps are summed from
- * the oldest. A y row may be the row of the same token (rows[t + width - 1]) only if it is not history of a later one.
+ * rows: width - 1 + tokens pointers to n floats, the history first, oldest first. bias may be NULL. Taps are summed
+ * from the oldest. A y row may be the row of the same token (rows[t + width - 1]) only if it is not history of a
+ * later one.
  */
 #define KDA_CONV_MAX 8
 typedef void kda_conv_fn(float *const *y, const float *const *rows, const float *taps, const float *bias,
                          ptrdiff_t tokens, ptrdiff_t n, ptrdiff_t ld_taps, int width, int activation);
 
-/* The same for one token with everything channel by channel, as caches and checkpoints hold it: state [n][width - 1]
- * shifts by one, weight [n][width]. */
+/* The same for one token with everything channel by channel, as caches and checkpoints hold it: state [n][width -
+ * 1] shifts by one, weight [n][width]. */
 typedef void kda_conv_step_fn(float *y, float *state, const float *x, const float *weight, const float *bias,
                               ptrdiff_t n, int width, int activation);
 
@@ -112,9 +116,9 @@ struct kda_kernels {
     kda_widen_fn *widen_f16, *widen_bf16;
     kda_narrow_fn *narrow_f16, *narrow_bf16;
     kda_map_fn *exp, *sigmoid, *softplus;
-    kda_scale_fn *scale;
     kda_l2norm_fn *l2norm;
     kda_gate_fn *gate_softplus, *gate_bounded;
+    kda_prepare_fn *prepare;
     kda_step_fn *step;
     kda_block_fn *block;
     kda_conv_fn *conv;
