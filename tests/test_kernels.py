@@ -27,15 +27,16 @@ STEP_TERMS = int(re.findall(r"within \(K \+ (\d)\) \* 2\^-24 of the sum", HEADER
 EPS = 2.0**-24  # half an ulp of 1: the largest relative error of one rounding
 
 P = c_void_p
+MAP, GATE = (P, P, c_ssize_t), (P, P, P, c_float, c_float, c_ssize_t)
 SIGNATURES = {
-    **dict.fromkeys(["widen_f16", "widen_bf16", "narrow_f16", "narrow_bf16", "exp", "sigmoid", "softplus"],
-                    [P, P, c_ssize_t]),
-    "scale": [P, P, c_float, c_ssize_t],
-    "l2norm": [P, P, c_float, c_float, c_ssize_t],
-    **dict.fromkeys(["gate_softplus", "gate_bounded"], [P, P, P, c_float, c_float, c_ssize_t]),
-    "step": [P, P, P, P, P, P, P, P, c_float, *[c_ssize_t] * 4],
-    "probe_update": [P, c_float, c_float, c_ssize_t],
-    "probe_fma": [P, c_ssize_t],
+    "widen_f16": MAP, "widen_bf16": MAP, "narrow_f16": MAP, "narrow_bf16": MAP,
+    "exp": MAP, "sigmoid": MAP, "softplus": MAP,
+    "scale": (P, P, c_float, c_ssize_t),
+    "l2norm": (P, P, c_float, c_float, c_ssize_t),
+    "gate_softplus": GATE, "gate_bounded": GATE,
+    "step": (P, P, P, P, P, P, P, P, c_float, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
+    "probe_update": (P, c_float, c_float, c_ssize_t),
+    "probe_fma": (P, c_ssize_t),
 }
 FLOAT32_BITS = np.concatenate([
     np.arange(0, 2**32, 65537, dtype=np.uint64).astype(np.uint32),
@@ -333,10 +334,7 @@ def test_gates(isa, n, name, with_bias):
     y, ea, bound = blank(n, lead=3), np.float32(1.7), -5.0
     kernel(isa, name)(y, x, bias if with_bias else None, float(ea), bound, n)
     z = x.array + bias.array if with_bias else x.array  # the roundings of z are the input's, not the gate's
-    if name == "gate_softplus":
-        want = -np.float64(ea) * reference.softplus(z)
-    else:
-        want = bound * reference.sigmoid(ea * z)
+    want = -np.float64(ea) * reference.softplus(z) if name == "gate_softplus" else bound * reference.sigmoid(ea * z)
     assert ulps(y.array, want).max() <= ULP[name]
     assert y.guards_unchanged()
     assert x.unchanged()
