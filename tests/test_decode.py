@@ -1,5 +1,6 @@
 """fused_recurrent_kda, fused_kda_gate and l2norm: the numbers, from worked examples to hard inputs."""
 import functools
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -340,7 +341,7 @@ def test_packed_sequences_equal_solo_runs(isa, cu):
     want_o, want_state = reference.fused_recurrent_kda(**x, cu_seqlens=cu, output_final_state=True)
     assert relative_error(o, want_o) <= 1e-6
     assert relative_error(state, want_state) <= 1e-6
-    for n, (start, end) in enumerate(zip(cu[:-1], cu[1:], strict=True)):
+    for n, (start, end) in enumerate(pairwise(cu)):
         if start == end:
             assert same_bits(state[n], x["initial_state"][n])
             continue
@@ -374,7 +375,11 @@ def test_empty_sequences_without_a_state_get_zeros(isa):
 def test_cu_seqlens_of_any_integer_dtype(isa, dtype):
     x = make_inputs(20, 1, 6, 1, 1, 8, 8)
     want = kda.fused_recurrent_kda(**x, cu_seqlens=[0, 2, 6], isa=isa)[0]
-    assert same_bits(kda.fused_recurrent_kda(**x, cu_seqlens=np.array([0, 2, 6], dtype), isa=isa)[0], want)
+    cu = np.array([0, 2, 6], dtype)
+    odd = np.zeros(cu.nbytes + 1, np.uint8)[1:].view(dtype)
+    odd[:] = cu
+    for same in (cu, np.repeat(cu, 2)[::2], odd):
+        assert same_bits(kda.fused_recurrent_kda(**x, cu_seqlens=same, isa=isa)[0], want)
 
 
 @pytest.mark.parametrize("packed", [False, True])
