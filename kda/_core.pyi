@@ -6,7 +6,9 @@ F_BETA_SIGMOID: int
 F_NEG_EIGVAL: int
 BLOCK: int
 CONV_MAX: int
-ACTIVATIONS: dict[str | None, int]
+IDENTITY: int
+SIGMOID: int
+SILU: int
 
 def isa_rows() -> list[tuple[str, bool, int]]: ...
 def kernel_addresses(isa: int) -> dict[str, int]: ...

@@ -19,6 +19,7 @@ from kda.runtime import isa_index
 
 _F32 = np.dtype(np.float32)
 _F16 = np.dtype(np.float16)
+_I64 = np.dtype(np.int64)
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 
 Array = NDArray[Any]
@@ -54,6 +55,12 @@ def _input(name: str, x: Any, inner: bool = True) -> Array:
     if (inner and x.ndim and x.shape[-1] > 1 and x.strides[-1] != x.itemsize) or not flags.aligned:
         x = np.array(x, order="C")
     return x
+
+
+def _packed(x: Array, dtype: np.dtype[Any]) -> Array:
+    """x as an aligned C-contiguous array of a native dtype; np.ascontiguousarray would leave it misaligned."""
+    x = np.ascontiguousarray(x, dtype)
+    return x if x.flags.aligned else x.copy()
 
 
 def _shape_error(name: str, x: Array, want: Sequence[Any], why: str = "") -> ValueError:
@@ -95,7 +102,7 @@ def _floats(name: str, x: Any, size: int, what: str) -> Array | None:
     _check_dtype(name, x)
     if x.size != size:
         raise ValueError(f"{name}: expected {size} values ({what}), got {list(x.shape)}")
-    return np.ascontiguousarray(x, dtype=np.float32).reshape(size)
+    return _packed(x, _F32).reshape(size)
 
 
 def _gate_flags(A_log: Any, lower_bound: float | None) -> int:
@@ -116,7 +123,7 @@ def _sequences(cu_seqlens: Any, B: int, T: int) -> NDArray[np.int64]:
         raise ValueError(f"cu_seqlens: expected [N + 1], got {list(cu.shape)}")
     if B != 1:
         raise ValueError(f"cu_seqlens: sequences are packed along T of one batch row; expected B = 1, got B = {B}")
-    cu = np.ascontiguousarray(cu, dtype=np.int64)
+    cu = _packed(cu, _I64)
     if cu[0] != 0:
         raise ValueError(f"cu_seqlens: expected to start at 0, got {cu[0]}")
     falls = np.flatnonzero(np.diff(cu) < 0)
@@ -328,8 +335,8 @@ def _delta(
             raise _shape_error("initial_state", initial, want, " (V first)" if state_v_first else "")
         if state_v_first:
             initial = np.swapaxes(initial, 2, 3)
-        if not (initial.flags.carray or _head_contiguous(initial)):
-            initial = np.ascontiguousarray(initial, dtype=np.float32)
+        if not ((initial.dtype is _F32 and initial.flags.carray) or _head_contiguous(initial)):
+            initial = _packed(initial, _F32)
 
     inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     if state_out is None:
@@ -456,10 +463,13 @@ def l2norm(x: Array, eps: float = 1e-6, *, isa: str | None = None) -> Array:
 
 # ---- epilogues ----
 
+_ACTIVATIONS = {None: _core.IDENTITY, "sigmoid": _core.SIGMOID, "silu": _core.SILU, "swish": _core.SILU}
+
+
 def _activation(name: str | None, allowed: tuple[str | None, ...]) -> int:
     if name not in allowed:
         raise ValueError(f"activation: expected one of {', '.join(map(repr, allowed))}, got {name!r}")
-    return _core.ACTIVATIONS[name]
+    return _ACTIVATIONS[name]
 
 
 def _conv_weight(weight: Any, D: int) -> Array:

@@ -1,0 +1,538 @@
+"""The C kernels one by one, in the manner of dav1d's checkasm: each ISA against scalar and against float64.
+
+Kernels are called through their addresses, past everything in Python. Every array stands at an odd address
+between guard zones: what follows an input is NaN and must not leak into a result, what surrounds an output
+must keep its bits.
+"""
+import ctypes
+import mmap
+import re
+import sys
+from ctypes import c_float, c_int, c_ssize_t, c_void_p
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import ISAS
+
+import kda
+from kda import _core, reference
+
+SIZES = [1, 3, 5, 8, 15, 16, 17, 33, 60, 64, 100, 128, 129]
+HEADER = (Path(__file__).parents[1] / "kda" / "_simd" / "kernels.h").read_text()
+ULP = {name: float(bound) for name, bound in re.findall(r"^[/* ]+(\w+):.*ulp <= ([\d.]+)", HEADER, re.M)}
+L2NORM_TERMS = [int(x) for x in re.findall(r"relative error <= \(n / (\d) \+ (\d)\) \* 2\^-24", HEADER)[0]]
+STEP_TERMS = int(re.findall(r"within \(K \+ (\d)\) \* 2\^-24 of the sum", HEADER)[0])
+EPS = 2.0**-24  # half an ulp of 1: the largest relative error of one rounding
+
+P = c_void_p
+MAP, GATE = (P, P, c_ssize_t), (P, P, P, c_float, c_float, c_ssize_t)
+SIGNATURES = {
+    "widen_f16": MAP, "widen_bf16": MAP, "narrow_f16": MAP, "narrow_bf16": MAP,
+    "exp": MAP, "sigmoid": MAP, "softplus": MAP,
+    "l2norm": (P, P, c_float, c_ssize_t),
+    "gate_softplus": GATE, "gate_bounded": GATE,
+    "step": (P, P, P, P, P, P, P, P, c_float, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
+    "prepare": (P, P, P, P, P, P, c_float, c_float, c_ssize_t),
+    "block": (P, P, P, P, P, P, P, P, *[c_ssize_t] * 6),
+    "conv": (P, P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_int, c_int),
+    "conv_step": (P, P, P, P, P, c_ssize_t, c_int, c_int),
+    "norm_gated": (P, P, P, P, c_float, c_ssize_t, c_int),
+    "probe_update": (P, c_float, c_float, c_ssize_t),
+    "probe_fma": (P, c_ssize_t),
+}
+FLOAT32_BITS = np.concatenate([
+    np.arange(0, 2**32, 65537, dtype=np.uint64).astype(np.uint32),
+    # zeros, subnormals, the least and greatest normals, ones, infinities, NaNs quiet and signalling
+    np.array([0, 1, 2, 0x7fffff, 0x800000, 0x800001, 0x3f7fffff, 0x3f800000, 0x3f800001, 0x7f7fffff, 0x7f800000,
+              0x7f800001, 0x7fbfffff, 0x7fc00000, 0x7fffffff], np.uint32).repeat(2)
+    | np.tile(np.array([0, 1 << 31], np.uint32), 15),
+    # around where exp overflows, becomes subnormal, and becomes 0
+    (np.array([88.72284, -87.33655, -103.97208, 20.0, -20.0], np.float32).view(np.uint32)[:, None]
+     + np.arange(-40, 41).astype(np.uint32)).ravel(),
+])
+
+
+def kernel(isa, name):
+    index = list(kda.isas()).index(isa)
+    restype = c_ssize_t if name == "probe_fma" else None
+    function = ctypes.CFUNCTYPE(restype, *SIGNATURES[name])(_core.kernel_addresses(index)[name])
+
+    def call(*arguments):
+        result = function(*(a.pointer if isinstance(a, Guarded) else a for a in arguments))
+        check_float_environment()
+        return result
+
+    return call
+
+
+def check_float_environment():
+    """Subnormals live and rounding is to nearest, as before the call."""
+    x = np.array([2.0**-126, 1.0, -1.0], np.float32)
+    assert x[0] * np.float32(0.5) == 2.0**-127
+    assert np.array([2.0**-140], np.float32)[0] * np.float32(1.0) == 2.0**-140
+    assert (x[1:] / np.float32(3)).view(np.uint32).tolist() == [0x3eaaaaab, 0xbeaaaaab]
+
+
+class Guarded:
+    """An array at an odd element offset between two guard zones of NaN patterns."""
+    ZONE = 41
+
+    def __init__(self, values, lead=0, gap=0):
+        """values [n] or [rows, n]; `gap` guarded elements after every row."""
+        values = np.asarray(values)
+        rows = np.atleast_2d(values)
+        self.size_of_row = rows.shape[1] + gap
+        bits = np.uint32 if values.itemsize == 4 else np.uint16
+        canary = 0x7fc0da7a if values.itemsize == 4 else 0x7fa7  # NaN as float32, float16 and bfloat16
+        self.whole = np.full(2 * self.ZONE + lead + rows.shape[0] * self.size_of_row, canary, bits)
+        start = self.ZONE + lead
+        span = self.whole[start:start + rows.shape[0] * self.size_of_row].view(values.dtype)
+        self.rows = span.reshape(rows.shape[0], self.size_of_row)[:, :rows.shape[1]]
+        self.rows[:] = rows
+        self.array = self.rows if values.ndim == 2 else self.rows[0]
+        self.pointer = span.ctypes.data
+        self.before = self.whole.copy()
+
+    def unchanged(self):
+        return np.array_equal(self.whole, self.before)
+
+    def guards_unchanged(self):
+        mine = np.zeros(self.whole.size, bool)
+        start = (self.pointer - self.whole.ctypes.data) // self.whole.itemsize
+        for i in range(self.rows.shape[0]):
+            mine[start + i * self.size_of_row:][:self.rows.shape[1]] = True
+        return np.array_equal(self.whole[~mine], self.before[~mine])
+
+
+def blank(*shape, dtype=np.float32, **options):
+    """A guarded output, full of a value that no test expects."""
+    return Guarded(np.full(shape, 12345, dtype), **options)
+
+
+def bits(x):
+    return x.view(np.uint32 if x.itemsize == 4 else np.uint16)
+
+
+def equal_but_nan(got, want):
+    """The same bits, where any NaN stands for any other."""
+    nan = np.isnan(want)
+    return np.array_equal(np.isnan(got), nan) and np.array_equal(bits(got)[~nan], bits(want)[~nan])
+
+
+def ulps(got, exact):
+    """|got - exact rounded to float32| in units in the last place of the latter; infinity counts as 2^128."""
+    with np.errstate(over="ignore", under="ignore"):
+        want = exact.astype(np.float32)
+    nan = np.isnan(want)
+    assert np.array_equal(np.isnan(got), nan)
+    got, want = got[~nan].astype(np.float64), want[~nan].astype(np.float64)
+    top, largest = 2.0**128, np.float32(2.0**127)  # numpy's spacing of the largest float overflows
+    spacing = np.spacing(np.minimum(np.abs(want).astype(np.float32), largest)).astype(np.float64)
+    return np.abs(np.clip(got, -top, top) - np.clip(want, -top, top)) / spacing
+
+
+def all_of(name, isa, x, bits_of_y=np.float32):
+    """One call over a long array."""
+    x = Guarded(x)
+    y = blank(x.array.size, dtype=bits_of_y)
+    kernel(isa, name)(y, x, x.array.size)
+    assert x.unchanged()
+    assert y.guards_unchanged()
+    return y.array
+
+
+EXACT = {"exp": np.exp, "sigmoid": reference.sigmoid, "softplus": reference.softplus}
+
+
+def test_every_kernel_has_a_signature_here():
+    for isa in ISAS:
+        assert sorted(_core.kernel_addresses(list(kda.isas()).index(isa))) == sorted(SIGNATURES)
+    assert sorted(ULP) == sorted([*EXACT, "gate_softplus", "gate_bounded"])
+
+
+# ---- conversion ----
+
+def test_widen_f16_all_codes(isa):
+    codes = np.arange(65536, dtype=np.uint16)
+    got = all_of("widen_f16", isa, codes)
+    assert equal_but_nan(got, codes.view(np.float16).astype(np.float32))
+    assert np.array_equal(np.signbit(got), codes >= 0x8000)
+
+
+def test_widen_bf16_all_codes(isa):
+    codes = np.arange(65536, dtype=np.uint16)
+    got = all_of("widen_bf16", isa, codes)
+    assert np.array_equal(bits(got), codes.astype(np.uint32) << 16)
+    assert equal_but_nan(got, codes.view(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def halfway_points(dtype):
+    """Every finite value of a half type, the points halfway to the next, and their float32 neighbours."""
+    codes = np.arange(65536, dtype=np.uint16).view(dtype).astype(np.float32)
+    codes = np.unique(codes[np.isfinite(codes)])
+    middles = ((codes[1:].astype(np.float64) + codes[:-1]) / 2).astype(np.float32)
+    top = np.float64(codes[-1]) + (np.float64(codes[-1]) - codes[-2]) / 2  # from here on: infinity
+    tops = np.array([top, -top]).astype(np.float32)
+    middles = np.concatenate([middles, tops])
+    beside = [np.nextafter(middles, np.float32(side), dtype=np.float32) for side in (-np.inf, np.inf)]
+    return np.concatenate([codes, -codes, middles, *beside])
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("narrow_f16", np.float16), ("narrow_bf16", ml_dtypes.bfloat16)])
+def test_narrow_rounds_to_nearest_even(isa, name, dtype):
+    with np.errstate(over="ignore", invalid="ignore"):
+        x = np.concatenate([halfway_points(dtype), FLOAT32_BITS.view(np.float32)])
+        got = all_of(name, isa, x, np.uint16)
+        want = x.astype(dtype)
+    nan = np.isnan(x)
+    assert nan.sum() > 100
+    assert np.isnan(got.view(dtype)[nan].astype(np.float32)).all()
+    assert np.array_equal(got[~nan], want.view(np.uint16)[~nan])
+
+
+@pytest.mark.parametrize(("x", "f16", "bf16"), [
+    (1.0, 0x3c00, 0x3f80), (-2.0, 0xc000, 0xc000), (65504.0, 0x7bff, 0x4780), (65519.996, 0x7bff, 0x4780),
+    (65520.0, 0x7c00, 0x4780), (2.0**-24, 0x0001, 0x3380), (2.0**-25, 0x0000, 0x3300), (-(2.0**-25), 0x8000, 0xb300),
+    (1.5 * 2.0**-24, 0x0002, 0x33c0), (1 + 2.0**-11, 0x3c00, 0x3f80), (1 + 3 * 2.0**-11, 0x3c02, 0x3f80),
+    (1 + 2.0**-8, 0x3c04, 0x3f80), (1 + 3 * 2.0**-8, 0x3c0c, 0x3f82), (3.4e38, 0x7c00, 0x7f80),
+])
+def test_narrow_known_values(isa, x, f16, bf16):
+    """Worked by hand: ties go to the even code, overflow to infinity, the smallest subnormals to 0."""
+    x = np.array([x], np.float32)
+    assert all_of("narrow_f16", isa, x, np.uint16)[0] == f16
+    assert all_of("narrow_bf16", isa, x, np.uint16)[0] == bf16
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("name", ["widen_f16", "widen_bf16", "narrow_f16", "narrow_bf16"])
+def test_conversion_sizes(isa, name, n):
+    rng = np.random.default_rng(n)
+    for lead in range(4):
+        if name.startswith("widen"):
+            x, y = Guarded(rng.integers(0, 0x7c00, n).astype(np.uint16), lead), blank(n)
+        else:
+            x, y = Guarded(rng.standard_normal(n).astype(np.float32), lead), blank(n, dtype=np.uint16)
+        want = blank(n, dtype=y.array.dtype)
+        kernel("scalar", name)(want, x, n)
+        kernel(isa, name)(y, x, n)
+        assert np.array_equal(bits(y.array), bits(want.array))
+        assert y.guards_unchanged()
+        assert x.unchanged()
+
+
+# ---- elementwise ----
+
+@pytest.mark.parametrize("name", EXACT)
+def test_map_over_all_floats(isa, name):
+    x = FLOAT32_BITS.view(np.float32)
+    with np.errstate(all="ignore"):
+        exact = EXACT[name](x.astype(np.float64))
+    got = all_of(name, isa, x)
+    assert ulps(got, exact).max() <= ULP[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXACT)
+def test_map_over_many_floats(isa, name):
+    """Every 997th bit pattern, 4 million in all, with every exponent and both signs."""
+    for start in range(8):
+        x = np.arange(start * 2**29, (start + 1) * 2**29, 997, dtype=np.uint64).astype(np.uint32).view(np.float32)
+        with np.errstate(all="ignore"):
+            exact = EXACT[name](x.astype(np.float64))
+        assert ulps(all_of(name, isa, x), exact).max() <= ULP[name]
+
+
+@pytest.mark.parametrize(("name", "x", "y"), [
+    ("exp", [0.0, -0.0, -np.inf, np.inf, -104.0, -1e30, 88.73, 1e30, 2.0**-149, -(2.0**-149)],
+     [1, 1, 0, np.inf, 0, 0, np.inf, np.inf, 1, 1]),
+    ("exp", [-100.0, -103.0], [26 * 2.0**-149, 1 * 2.0**-149]),
+    ("sigmoid", [0.0, -0.0, np.inf, -np.inf, 200.0, -200.0, 17.5], [0.5, 0.5, 1, 0, 1, 0, 1]),
+    ("softplus", [np.inf, -np.inf, 20.5, 1e30, -200.0], [np.inf, 0, 20.5, 1e30, 0]),
+])
+def test_map_known_values(isa, name, x, y):
+    x = np.array(x, np.float32)
+    got = all_of(name, isa, x)
+    if name == "exp" and x[0] == -100:  # subnormal results: 26.55 and 1.32 steps of 2^-149
+        assert np.abs(got.astype(np.float64) / 2.0**-149 - [26.55, 1.32]).max() <= 1.0
+    else:
+        assert np.array_equal(got, np.array(y, np.float32))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("name", EXACT)
+def test_map_sizes_and_in_place(isa, name, n):
+    """A value does not depend on where in the array it stands, nor on y being x."""
+    rng = np.random.default_rng(n)
+    values = (8 * rng.standard_normal(n)).astype(np.float32)
+    one_by_one = np.array([all_of(name, isa, values[i:i + 1])[0] for i in range(n)])
+    for lead in range(4):
+        x, y = Guarded(values, lead), blank(n, lead=lead + 1)
+        kernel(isa, name)(y, x, n)
+        assert np.array_equal(bits(y.array), bits(one_by_one))
+        assert y.guards_unchanged()
+        assert x.unchanged()
+        kernel(isa, name)(x, x, n)
+        assert np.array_equal(bits(x.array), bits(one_by_one))
+        assert x.guards_unchanged()
+
+
+def test_nan_stays_in_its_lane(isa):
+    for name in EXACT:
+        x = np.linspace(-3, 3, 33, dtype=np.float32)
+        clean = all_of(name, isa, x)
+        for i in (0, 7, 16, 32):
+            dirty = x.copy()
+            dirty[i] = np.nan
+            got = all_of(name, isa, dirty)
+            assert np.flatnonzero(np.isnan(got)).tolist() == [i]
+            assert np.array_equal(np.delete(bits(got), i), np.delete(bits(clean), i))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_l2norm(isa, n):
+    rng = np.random.default_rng(n)
+    for lead in range(4):
+        x, y = Guarded(rng.standard_normal(n).astype(np.float32), lead), blank(n)
+        kernel(isa, "l2norm")(y, x, 1e-6, n)
+        want = reference.l2norm(x.array)
+        assert np.abs(y.array / want - 1).max() <= (n / L2NORM_TERMS[0] + L2NORM_TERMS[1]) * EPS
+        assert y.guards_unchanged()
+        assert x.unchanged()
+        first = y.array.copy()
+        kernel(isa, "l2norm")(y, x, 1e-6, n)
+        assert np.array_equal(bits(y.array), bits(first))
+
+
+def test_l2norm_eps_is_on_the_sum(isa):
+    """128 values of 2^-12: the sum of squares is 128 / 2^24, eps as large again halves the square."""
+    x, y = Guarded(np.full(128, 2.0**-12, np.float32)), blank(128)
+    kernel(isa, "l2norm")(y, x, 2.0**-17, 128)
+    assert np.array_equal(y.array, np.full(128, 2.0**-12 / 2.0**-8, np.float32))
+    zeros = Guarded(np.zeros(5, np.float32))
+    kernel(isa, "l2norm")(zeros, zeros, 1e-6, 5)
+    assert np.array_equal(zeros.array, np.zeros(5))
+
+
+# ---- gates ----
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("name", ["gate_softplus", "gate_bounded"])
+@pytest.mark.parametrize("n", SIZES)
+def test_gates(isa, n, name, with_bias):
+    rng = np.random.default_rng(n)
+    x = Guarded((10 * rng.standard_normal(n)).astype(np.float32), 1)
+    bias = Guarded(rng.standard_normal(n).astype(np.float32), 2)
+    y, ea, bound = blank(n, lead=3), np.float32(1.7), -5.0
+    kernel(isa, name)(y, x, bias if with_bias else None, float(ea), bound, n)
+    z = x.array + bias.array if with_bias else x.array  # the roundings of z are the input's, not the gate's
+    want = -np.float64(ea) * reference.softplus(z) if name == "gate_softplus" else bound * reference.sigmoid(ea * z)
+    assert ulps(y.array, want).max() <= ULP[name]
+    assert y.guards_unchanged()
+    assert x.unchanged()
+    assert bias.unchanged()
+
+
+@pytest.mark.parametrize("name", ["gate_softplus", "gate_bounded"])
+def test_gates_over_all_floats(isa, name):
+    x, ea = FLOAT32_BITS.view(np.float32), np.float32(2.5)
+    x, y = Guarded(x), blank(x.size)
+    kernel(isa, name)(y, x, None, float(ea), -5.0, y.array.size)
+    with np.errstate(all="ignore"):
+        z = x.array.astype(np.float64)
+        want = -np.float64(ea) * reference.softplus(z) if name == "gate_softplus" else (
+            -5.0 * reference.sigmoid(ea * x.array))
+    error = ulps(y.array, want)
+    if name == "gate_softplus":  # ea enlarges the spacing of subnormals that softplus was rounded to
+        small = z < -87
+        assert small.sum() > 10000
+        assert np.abs(y.array[small] - want[small]).max() <= (ea + 1) * 2.0**-149
+        error = error[~small[~np.isnan(z)]]
+    assert error.max() <= ULP[name]
+
+
+# ---- the delta rule ----
+
+class Step:
+    """Inputs of one step; rows of S padded by NaN."""
+
+    def __init__(self, K, V, seed=0, ld_in=None):
+        rng = np.random.default_rng(seed)
+        unit = rng.standard_normal((2, K))
+        q, k = unit / np.linalg.norm(unit, axis=1, keepdims=True)
+        self.K, self.V, self.beta = K, V, float(np.float32(1.3))
+        self.s = Guarded(rng.standard_normal((K, V)).astype(np.float32), 1, (ld_in or V) - V)
+        self.q, self.k = Guarded(q.astype(np.float32), 2), Guarded(k.astype(np.float32), 3)
+        self.v = Guarded(rng.standard_normal(V).astype(np.float32), 4)
+        decay = rng.uniform(0, 1, K)
+        decay[::7] = 1
+        decay[5::11] = 0  # a hard reset of the row
+        self.decay = Guarded(decay.astype(np.float32), 5)
+
+    def run(self, isa, gap=0, in_place=False, j0=0, j1=None):
+        """(o, S) over columns j0 to j1, with every guard and every input checked."""
+        j1 = self.V if j1 is None else j1
+        n = j1 - j0
+        o, out, work = blank(n, lead=1), blank(self.K, n, lead=1, gap=gap), blank(2 * self.K + n, lead=1)
+        s, keep = self.s, [self.s, self.q, self.k, self.v, self.decay]
+        if in_place:
+            out = s = Guarded(self.s.array[:, j0:j1].copy(), 1, gap)
+            s_in, v_in, ld_in, keep = s.pointer, self.v.pointer + 4 * j0, n + gap, keep[1:]
+        else:
+            s_in, v_in, ld_in = s.pointer + 4 * j0, self.v.pointer + 4 * j0, s.size_of_row
+        kernel(isa, "step")(o, out, work, s_in, self.q, self.k, v_in, self.decay, self.beta, self.K, n, n + gap, ld_in)
+        assert all(x.unchanged() for x in keep)
+        assert o.guards_unchanged()
+        assert out.guards_unchanged()
+        assert work.guards_unchanged()
+        return o.array.copy(), out.array.copy()
+
+    def exact(self):
+        """(o, S, bound of o's error, bound of S's) in float64, by the definition."""
+        q, k, v, decay, S = (x.array.astype(np.float64) for x in (self.q, self.k, self.v, self.decay, self.s))
+        S = decay[:, None] * S
+        d = self.beta * (v - S.T @ k)
+        new = S + k[:, None] * d
+        o = new.T @ q
+        # n sums and products in any order: n * EPS of the sum of magnitudes, to first order
+        terms = self.K + STEP_TERMS
+        d_error = terms * EPS * self.beta * (np.abs(v) + np.abs(S).T @ np.abs(k))
+        o_error = terms * EPS * (np.abs(S).T @ np.abs(q) + np.abs(q) @ np.abs(k) * np.abs(d)) + abs(q @ k) * d_error
+        s_error = 3 * EPS * (np.abs(S) + np.abs(k[:, None] * d)) + np.abs(k[:, None]) * d_error
+        return o, new, o_error, s_error
+
+
+@pytest.mark.parametrize("V", SIZES)
+@pytest.mark.parametrize("K", SIZES)
+def test_step(isa, K, V):
+    step = Step(K, V, seed=1000 * K + V)
+    o, s = step.run(isa)
+    exact_o, exact_s, o_error, s_error = step.exact()
+    assert (np.abs(o - exact_o) <= o_error).all()
+    assert (np.abs(s - exact_s) <= s_error).all()
+    assert np.abs(o - exact_o).max() <= 6e-7 * max(1, np.abs(exact_o).max())  # and not near those bounds as a rule
+    assert np.abs(s - exact_s).max() <= 6e-7 * max(1, np.abs(exact_s).max())
+    scalar_o, scalar_s = step.run("scalar")
+    assert np.abs(o - scalar_o).max() <= 1e-6 * max(1, np.abs(scalar_o).max())
+    assert np.abs(s - scalar_s).max() <= 1e-6 * max(1, np.abs(scalar_s).max())
+
+    for gap, in_place in [(0, True), (7, True), (7, False)]:
+        again_o, again_s = step.run(isa, gap, in_place)
+        assert np.array_equal(bits(again_o), bits(o))
+        assert np.array_equal(bits(again_s), bits(s))
+
+
+@pytest.mark.parametrize("V", SIZES)
+@pytest.mark.parametrize("K", [1, 17, 64, 129])
+def test_step_by_columns(isa, K, V):
+    """Any block of columns gives the bits that the whole gives there, and rows may stand apart."""
+    o, s = Step(K, V).run(isa)
+    apart = Step(K, V, ld_in=V + 5)
+    for j0, j1 in {(0, V), (0, max(1, V // 2)), (V // 2, V), (0, min(16, V)), (min(16, V - 1), V), (V - 1, V)}:
+        for step in (Step(K, V), apart):
+            for in_place in (False, True):
+                block_o, block_s = step.run(isa, 3, in_place, j0, j1)
+                assert np.array_equal(bits(block_o), bits(o[j0:j1].copy()))
+                assert np.array_equal(bits(block_s), bits(s[:, j0:j1].copy()))
+
+
+def test_step_by_hand(isa):
+    """SPEC's example: the first row halves, its prediction error is taken out, the second row stays."""
+    s, o, work = Guarded(np.array([[1], [1]], np.float32)), blank(1), blank(5)
+    e0, v = Guarded(np.array([1, 0], np.float32)), Guarded(np.array([0], np.float32))
+    decay = Guarded(np.array([0.5, 1], np.float32))
+    kernel(isa, "step")(o, s, work, s.pointer, e0, e0, v, decay, 1.0, 2, 1, 1, 1)
+    assert s.array.tolist() == [[0], [1]]
+    assert o.array.tolist() == [0]
+
+
+def test_step_with_nothing_to_learn_keeps_the_bits(isa):
+    step = Step(33, 17)
+    step.beta = 0.0
+    step.decay.array[:] = 1
+    step.decay.before = step.decay.whole.copy()
+    _, s = step.run(isa)
+    assert np.array_equal(bits(s), bits(step.s.array.copy()))
+
+
+def test_step_nan_in_a_column_stays_there(isa):
+    clean_o, clean_s = Step(33, 40).run(isa)
+    step = Step(33, 40)
+    step.v.array[17] = np.nan
+    step.v.before = step.v.whole.copy()
+    o, s = step.run(isa)
+    assert np.flatnonzero(np.isnan(o)).tolist() == [17]
+    assert np.isnan(s[:, 17]).all()
+    assert np.array_equal(np.delete(bits(o), 17), np.delete(bits(clean_o), 17))
+    assert np.array_equal(np.delete(bits(s), 17, axis=1), np.delete(bits(clean_s), 17, axis=1))
+
+
+# ---- ceilings ----
+
+@pytest.mark.parametrize("n", SIZES)
+def test_probe_update(isa, n):
+    s = Guarded(np.linspace(-1, 1, n, dtype=np.float32), 1)
+    want = s.array.astype(np.float64) * np.float32(0.75) + np.float32(0.125)
+    kernel(isa, "probe_update")(s, 0.75, 0.125, n)
+    assert np.abs(s.array - want).max() <= 2 * EPS
+    assert s.guards_unchanged()
+
+
+def test_probe_fma_counts_what_it_does(isa):
+    y = blank(1)
+    call = kernel(isa, "probe_fma")
+    once = call(y, 1)
+    assert once >= 8
+    assert call(y, 1000) == 1000 * once
+    assert y.guards_unchanged()
+    assert np.isfinite(y.array).all()
+
+
+# ---- the ends of memory ----
+
+def before_a_forbidden_page(values):
+    """A copy whose last byte is the last of a page; the next page may not be touched. (pointer, mapping)."""
+    page = mmap.PAGESIZE
+    size = -(-values.nbytes // page) * page
+    mapping = mmap.mmap(-1, size + page)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = [c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert libc.mprotect(base + size, page, 0) == 0  # PROT_NONE
+    ctypes.memmove(base + size - values.nbytes, values.ctypes.data, values.nbytes)
+    return base + size - values.nbytes, mapping
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="mprotect is POSIX")
+@pytest.mark.parametrize("n", SIZES)
+def test_nothing_is_touched_past_the_end(isa, n):
+    """An access past the end of an array here ends the process."""
+    rng = np.random.default_rng(n)
+    x32 = rng.standard_normal(n).astype(np.float32)
+    x16 = x32.astype(np.float16)
+    (f, *_), (h, *_) = kept = [before_a_forbidden_page(x32), before_a_forbidden_page(x16)]
+    y32, y16 = (before_a_forbidden_page(x) for x in (x32, x16))
+    kept += [y32, y16]
+    for name in ("widen_f16", "widen_bf16"):
+        kernel(isa, name)(y32[0], h, n)
+    for name in ("narrow_f16", "narrow_bf16"):
+        kernel(isa, name)(y16[0], f, n)
+    for name in EXACT:
+        kernel(isa, name)(y32[0], f, n)
+    kernel(isa, "l2norm")(y32[0], f, 1e-6, n)
+    for name in ("gate_softplus", "gate_bounded"):
+        kernel(isa, name)(y32[0], f, f, 1.0, -5.0, n)
+    kernel(isa, "probe_update")(y32[0], 0.5, 0.5, n)
+
+    for K, V in [(n, 17), (17, n), (n, n)]:
+        step = Step(K, V, seed=n)
+        o, s = step.run(isa)
+        ends = {name: before_a_forbidden_page(np.ascontiguousarray(getattr(step, name).array))
+                for name in ("s", "q", "k", "v", "decay")}
+        ends |= {"o": before_a_forbidden_page(o), "work": before_a_forbidden_page(np.zeros(2 * K + V, np.float32))}
+        at = {name: pointer for name, (pointer, _) in ends.items()}
+        kernel(isa, "step")(at["o"], at["s"], at["work"], at["s"], at["q"], at["k"], at["v"], at["decay"], step.beta,
+                            K, V, V, V)
+        assert ctypes.string_at(at["o"], o.nbytes) == o.tobytes()
+        assert ctypes.string_at(at["s"], s.nbytes) == s.tobytes()
