@@ -18,7 +18,7 @@ from kda._kernels cimport *
 # costs to wake a thread.
 cdef enum:
     GRAIN = 65536
-    BUFFERS = 12
+    BUFFERS = 24
 
 F_GATE = KDA_GATE
 F_BOUNDED = KDA_BOUNDED
@@ -261,11 +261,13 @@ cdef int state(_Buffers buffers, kda_tensor *t, x, tuple shape, bint writable) e
 
 
 def delta(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
-          double scale, double lower_bound, double eps, int flags, bint chunked, states, Py_ssize_t spacing):
+          double scale, double lower_bound, double eps, int flags, bint chunked, states, Py_ssize_t spacing,
+          tuple conv=None, tuple norm=None):
     """o [B,T,HV,V] and s_out [N,HV,K,V] from the rest; s_in None starts from zeros, s_in is s_out updates in place.
 
     chunked takes KDA_BLOCK tokens together. states [N,n,HV,K,V] or None receives the state after every `spacing`
-    tokens of a sequence.
+    tokens of a sequence. conv: (taps [width * D], past, next [N,width-1,D]) for each of q, k, v.
+    norm: (gate [B,T,HV,V], weight [V], eps, activation).
     """
     cdef _Buffers buffers = _Buffers()
     cdef kda_job job
@@ -298,13 +300,40 @@ def delta(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
     job.block, job.spacing = KDA_BLOCK if chunked else 1, spacing
     cdef int threads = threads_for(<long long>max(B * T, N) * HV * K * V)
     job.splits = 1
-    if threads > 1 and N * HV < threads:  # columns of S are independent: let threads share a head
+    if norm is not None:
+        gate, weight, norm_eps, norm_activation = norm
+        buffers.tensor(&job.o_gate, gate, (B, T, HV, V), 1, False)
+        job.norm_weight = buffers.floats(weight, V)
+        job.norm_eps, job.norm_activation = norm_eps, norm_activation
+    elif threads > 1 and N * HV < threads:  # columns of S are independent: let threads share a head
         job.splits = min((threads + N * HV - 1) // max(N * HV, 1), (V + 15) // 16)
+    if conv is not None:
+        job.conv_width = <int>(conv[0][0].shape[0] // (H * K))
+        if not 1 <= job.conv_width <= KDA_CONV_MAX:
+            raise ValueError("bad kernel width")
+        shared = HV > H or job.splits > 1  # several items read the history of one q/k head
+        short_conv(buffers, &job.conv_q, conv[0], N, job.conv_width, H * K, shared)
+        short_conv(buffers, &job.conv_k, conv[1], N, job.conv_width, H * K, shared)
+        short_conv(buffers, &job.conv_v, conv[2], N, job.conv_width, HV * V, False)
     cdef Py_ssize_t items = kda_delta_items(&job)
     threads = <int>max(1, min(<Py_ssize_t>threads, items))
     job.scratch_floats = rounded(kda_delta_scratch(&job))
     job.scratch = buffers.scratch(threads, job.scratch_floats)
     run(&kda_delta_item, &job, items, threads, job.cu_seqlens != NULL)
+
+
+cdef int short_conv(_Buffers buffers, kda_short_conv *c, tuple arrays, Py_ssize_t N, int width, Py_ssize_t D,
+                    bint shared) except -1:
+    taps, past, next_ = arrays
+    if shared and past is next_:
+        raise ValueError("a shared history cannot be updated in place")
+    c.D = D
+    c.taps = buffers.floats(taps, width * D)
+    buffers.tensor(&c.past, past, (N, width - 1, D), 1, False)
+    buffers.tensor(&c.next, next_, (N, width - 1, D), 1, True)
+    if c.past.dtype != KDA_F32 or c.next.dtype != KDA_F32:
+        raise ValueError("a state is float32")
+    return 0
 
 
 cdef Py_ssize_t longest(const kda_job *job, Py_ssize_t N, Py_ssize_t T) noexcept:

@@ -66,6 +66,12 @@ cdef extern from "jobs.h" nogil:
         Py_ssize_t head
         int dtype
 
+    struct kda_short_conv:
+        const float *taps
+        Py_ssize_t D
+        kda_tensor past
+        kda_tensor next
+
     struct kda_job:
         const kda_kernels *isa
         kda_tensor o
@@ -93,6 +99,14 @@ cdef extern from "jobs.h" nogil:
         float lower_bound
         float eps
         int flags
+        int conv_width
+        kda_short_conv conv_q
+        kda_short_conv conv_k
+        kda_short_conv conv_v
+        kda_tensor o_gate
+        const float *norm_weight
+        float norm_eps
+        int norm_activation
         float *scratch
         Py_ssize_t scratch_floats
 

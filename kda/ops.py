@@ -363,8 +363,8 @@ def _delta(
             states[n, length // chunk_size:] = np.nan
 
     _core.delta(row, o, final, initial, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
-                K**-0.5 if scale is None else scale, 0.0 if lower_bound is None else lower_bound, 1e-6 if use_qk_l2norm_in_kernel else -1.0, flags,
-                chunk_size is not None, states, chunk_size or 0)
+                K**-0.5 if scale is None else scale, lower_bound or 0.0, 1e-6 if use_qk_l2norm_in_kernel else -1.0,
+                flags, chunk_size is not None, states, chunk_size or 0)
 
     if out is not None:
         o = out
@@ -459,6 +459,48 @@ def l2norm(x: Array, eps: float = 1e-6, *, isa: str | None = None) -> Array:
     four = (1, -1, 1, x.shape[-1])
     _core.l2norm(row, y.reshape(four), x.reshape(four), eps)
     return y.view(_BF16) if y.dtype == np.uint16 else y
+
+
+def fused_kda_layer(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    gate: Array,
+    state: NDArray[np.float32],
+    conv: Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]],
+    norm_weight: NDArray[np.float32],
+    A_log: NDArray[np.float32] | None,
+    dt_bias: NDArray[np.float32] | None,
+    lower_bound: float | None,
+    norm_eps: float = 1e-5,
+    activation: str = "sigmoid",
+    allow_neg_eigval: bool = False,
+    chunked: bool = True,
+    cu_seqlens: Array | None = None,
+    isa: str | None = None,
+) -> Array:
+    """Everything of a KDA layer between its projections, block by block while it is in the nearest cache: short
+    convolutions and SiLU, l2norm of q and k, gate, sigmoid of beta, delta rule, gated norm. No [T, H, K]
+    temporary goes through memory.
+
+    For the layer, not for users: nothing is checked but what the core checks. q, k, v, g, beta are raw projections
+    shaped as in chunk_kda, gate [B, T, HV, V]; `conv` holds for q, k and v (taps [W, D], history [N, W - 1, D]
+    float32, tap by tap). state [N, HV, K, V] and the histories move on in place. Returns o [B, T, HV, V].
+    """
+    row = isa_index(isa)
+    q, k, v, g, gate = (_input("", x) for x in (q, k, v, g, gate))
+    beta = _input("beta", beta, inner=False)
+    flags = _gate_flags(A_log, lower_bound) | _core.F_BETA_SIGMOID | (_core.F_NEG_EIGVAL if allow_neg_eigval else 0)
+    o = np.empty(v.shape, v.dtype)
+    shared = q.shape[2] != v.shape[2]  # several value heads read one q/k history, so it cannot move under them
+    arrays = tuple((taps.reshape(-1), past.copy() if shared and i < 2 else past, past)
+                   for i, (taps, past) in enumerate(conv))
+    _core.delta(row, o, state, state, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, q.shape[3]**-0.5,
+                lower_bound or 0.0, 1e-6, flags, chunked, None, 0, arrays,
+                (gate, norm_weight, norm_eps, _activation(activation, ("sigmoid", "silu", "swish"))))
+    return o.view(_BF16) if o.dtype == np.uint16 else o
 
 
 # ---- epilogues ----

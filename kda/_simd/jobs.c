@@ -59,9 +59,12 @@ static void prefetch_row(const struct kda_tensor *x, const void *row, ptrdiff_t 
 
 ptrdiff_t kda_delta_items(const struct kda_job *job) { return job->N * job->HV * job->splits; }
 
-/* q, k, decay [block, K]; v, o [block, V]; beta [block]; work of the step or the block */
+/* q, k, decay [block, K]; v, o [block, V]; beta [block]; work of the step or the block; widened rows of the
+ * convolution */
 ptrdiff_t kda_delta_scratch(const struct kda_job *job) {
     ptrdiff_t work = job->block == 1 ? 2 * job->K + job->V : KDA_BLOCK_WORK(job->K);
+    ptrdiff_t rows = (KDA_CONV_MAX + KDA_BLOCK) * (job->K > job->V ? job->K : job->V);
+    if (job->conv_width && work < rows) work = rows; /* they are done with when the work begins */
     return padded(job->block * 3 * job->K) + job->block * 2 * padded(job->V) + KDA_BLOCK + padded(work);
 }
 
@@ -97,6 +100,39 @@ static void copy_state(float *s_out, const float *s_in, ptrdiff_t K, ptrdiff_t c
     }
 }
 
+/* The rows x[t .. t + tokens) of one head, channels [c0, c0 + n), convolved and activated into y. */
+static void convolve(const struct kda_job *job, const struct kda_short_conv *conv, const struct kda_tensor *x,
+                     ptrdiff_t sequence, ptrdiff_t row, ptrdiff_t t0, ptrdiff_t t, ptrdiff_t tokens, ptrdiff_t head,
+                     ptrdiff_t j0, ptrdiff_t c0, ptrdiff_t n, float *y, ptrdiff_t ld, float *widened) {
+    const float *rows[KDA_CONV_MAX + KDA_BLOCK];
+    float *y_rows[KDA_BLOCK];
+    ptrdiff_t past = job->conv_width - 1;
+    for (ptrdiff_t i = 0; i < past + tokens; i++) {
+        ptrdiff_t from = t - past + i;
+        if (from < t0)
+            rows[i] = at(&conv->past, sequence, past + from - t0, 0, c0);
+        else
+            rows[i] = as_f32(job->isa, x->dtype, at(x, row, from, head, j0), widened + i * n, n);
+    }
+    for (ptrdiff_t i = 0; i < tokens; i++) y_rows[i] = y + i * ld;
+    job->isa->conv(y_rows, rows, conv->taps + c0, NULL, tokens, n, conv->D, job->conv_width, KDA_SILU);
+}
+
+/* The last raw inputs of the sequence become its history. */
+static void keep_history(const struct kda_job *job, const struct kda_short_conv *conv, const struct kda_tensor *x,
+                         ptrdiff_t sequence, ptrdiff_t row, ptrdiff_t t0, ptrdiff_t t1, ptrdiff_t head,
+                         ptrdiff_t j0, ptrdiff_t c0, ptrdiff_t n) {
+    ptrdiff_t past = job->conv_width - 1;
+    for (ptrdiff_t w = 0; w < past; w++) { /* oldest first: in place, a row is read before it is overwritten */
+        ptrdiff_t from = t1 - past + w;
+        float *next = (float *)at(&conv->next, sequence, w, 0, c0);
+        if (from >= t0)
+            get_f32(job->isa, x->dtype, next, at(x, row, from, head, j0), n);
+        else if (t1 > t0 || conv->next.data != conv->past.data)
+            memcpy(next, at(&conv->past, sequence, past + from - t0, 0, c0), (size_t)n * sizeof *next);
+    }
+}
+
 void kda_delta_item(const void *job_, ptrdiff_t item, int thread) {
     const struct kda_job *job = job_;
     const struct kda_kernels *isa = job->isa;
@@ -129,6 +165,11 @@ void kda_delta_item(const void *job_, ptrdiff_t item, int thread) {
             ptrdiff_t left = job->spacing - (t - t0) % job->spacing;
             if (left < tokens) tokens = left;
         }
+        if (job->conv_width) {
+            convolve(job, &job->conv_q, &job->q, n, row, t0, t, tokens, h, 0, h * K, K, q, K, work);
+            convolve(job, &job->conv_k, &job->k, n, row, t0, t, tokens, h, 0, h * K, K, k, K, work);
+            convolve(job, &job->conv_v, &job->v, n, row, t0, t, tokens, hv, j0, hv * V + j0, columns, v, ld, work);
+        }
         for (ptrdiff_t i = 0; i < tokens; i++) {
             if (t + i + AHEAD < t1) {
                 prefetch_row(&job->q, at(&job->q, row, t + i + AHEAD, h, 0), K);
@@ -136,12 +177,15 @@ void kda_delta_item(const void *job_, ptrdiff_t item, int thread) {
                 prefetch_row(&job->g, at(&job->g, row, t + i + AHEAD, hv, 0), K);
                 prefetch_row(&job->v, at(&job->v, row, t + i + AHEAD, hv, j0), columns);
             }
-            const float *q_row = as_f32(isa, job->q.dtype, at(&job->q, row, t + i, h, 0), q + i * K, K);
-            const float *k_row = as_f32(isa, job->k.dtype, at(&job->k, row, t + i, h, 0), k + i * K, K);
+            const float *q_row = q + i * K, *k_row = k + i * K;
+            if (!job->conv_width) {
+                q_row = as_f32(isa, job->q.dtype, at(&job->q, row, t + i, h, 0), q + i * K, K);
+                k_row = as_f32(isa, job->k.dtype, at(&job->k, row, t + i, h, 0), k + i * K, K);
+                get_f32(isa, job->v.dtype, v + i * ld, at(&job->v, row, t + i, hv, j0), columns);
+            }
             const float *g_row = log_decay(job, at(&job->g, row, t + i, hv, 0), hv, ea, decay + i * K);
             isa->prepare(q + i * K, k + i * K, decay + i * K, q_row, k_row, g_row, job->scale, job->eps, K);
             beta[i] = prepare_beta(job, at(&job->beta, row, t + i, hv, 0));
-            get_f32(isa, job->v.dtype, v + i * ld, at(&job->v, row, t + i, hv, j0), columns);
         }
 
         if (job->block == 1)
@@ -150,11 +194,23 @@ void kda_delta_item(const void *job_, ptrdiff_t item, int thread) {
             isa->block(o, s, work, q, k, v, decay, beta, tokens, K, columns, ld, V, ld);
         s_in = s;
 
-        for (ptrdiff_t i = 0; i < tokens; i++)
+        for (ptrdiff_t i = 0; i < tokens; i++) {
+            if (job->o_gate.data) {
+                const float *gate = as_f32(isa, job->o_gate.dtype, at(&job->o_gate, row, t + i, hv, 0), v, V);
+                isa->norm_gated(o + i * ld, o + i * ld, gate, job->norm_weight, job->norm_eps, V,
+                                job->norm_activation);
+            }
             put_f32(isa, job->o.dtype, (void *)at(&job->o, row, t + i, hv, j0), o + i * ld, columns);
+        }
         if (job->states.data && (t - t0 + tokens) % job->spacing == 0)
             copy_state((float *)at(&job->states, n, checkpoint++, hv, j0), s, K, columns, V);
     }
+
+    if (!job->conv_width) return;
+    keep_history(job, &job->conv_v, &job->v, n, row, t0, t1, hv, j0, hv * V + j0, columns);
+    if (split || hv % (job->HV / job->H)) return; /* the first item of a q/k head keeps its history */
+    keep_history(job, &job->conv_q, &job->q, n, row, t0, t1, h, 0, h * K, K);
+    keep_history(job, &job->conv_k, &job->k, n, row, t0, t1, h, 0, h * K, K);
 }
 
 void kda_gate_item(const void *job_, ptrdiff_t item, int thread) {

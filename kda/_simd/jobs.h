@@ -20,7 +20,15 @@ enum {
     KDA_NEG_EIGVAL = 1 << 3    /* beta * 2 */
 };
 
-/* The delta rule over whole sequences, fused_kda_gate and l2norm. */
+/* A short convolution in front of the delta rule, with SiLU: taps [width, D], tap by tap; the raw inputs before the
+ * first token and after the last, [N, width - 1, D] float32 with the channels contiguous. next may be past. */
+struct kda_short_conv {
+    const float *taps;
+    ptrdiff_t D;
+    struct kda_tensor past, next;
+};
+
+/* The delta rule over whole sequences, with what a layer puts around it; fused_kda_gate and l2norm. */
 struct kda_job {
     const struct kda_kernels *isa;
     struct kda_tensor o, q, k, v, g, beta;
@@ -31,10 +39,16 @@ struct kda_job {
     ptrdiff_t N, T, H, HV, K, V;
     ptrdiff_t block;   /* tokens taken together: 1 (the step) or KDA_BLOCK */
     ptrdiff_t spacing; /* tokens between two checkpoints of `states` */
-    ptrdiff_t splits;  /* column blocks per head */
+    ptrdiff_t splits;  /* column blocks per head; 1 with o_gate, which needs whole rows */
     float scale, lower_bound;
     float eps; /* of the l2norm of q and k; < 0: none */
     int flags;
+    int conv_width; /* 0: q, k, v come as they are */
+    struct kda_short_conv conv_q, conv_k, conv_v;
+    struct kda_tensor o_gate; /* the gated norm of o, [B, T, HV, V]; data NULL: none */
+    const float *norm_weight; /* [V] */
+    float norm_eps;
+    int norm_activation;
     float *scratch; /* `scratch_floats` per thread, each starting on a cache line */
     ptrdiff_t scratch_floats;
 };
