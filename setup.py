@@ -1,10 +1,15 @@
 """Builds kda._core: one C file per ISA, each with its own flags, linked into one extension.
 
-The rows of kda/_simd/isa_table.h decide what is compiled; pyproject.toml holds everything else.
-Environment: KDA_OPENMP=0 builds without threads, KDA_ABI3=0 for one Python version only, KDA_CFLAGS adds
-flags to every file (the sanitizer and warnings-as-errors builds of .ci/run).
+The rows of kda/_simd/isa_table.h decide what is compiled; pyproject.toml holds everything else. Needs a C
+compiler and nothing more. Environment, for tests and packagers:
+
+    KDA_CFLAGS="..."    flags added to every file and to the link (warnings as errors, sanitizers, -g)
+    KDA_OPENMP=0        build without threads
+    KDA_ABI3=0          build for one Python version only
+    KDA_EMULATE=avx512  build that ISA as portable C over SIMD Everywhere, see tools/emulate/avx512.h
 """
 import os
+import platform
 import re
 import shlex
 import sys
@@ -21,6 +26,23 @@ BASE_SOURCES = ["cpu.c", "dispatch.c", "threads.c", "recurrent.c"]
 MACHINES = {"amd64": "X86_64", "x86_64": "X86_64", "aarch64": "AARCH64", "arm64": "AARCH64"}
 ABI3 = os.environ.get("KDA_ABI3", "1") != "0" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
+# Python's own flags carry -g, and some distributions' -flto, which could move wide code into narrow functions.
+# -ffp-contract=off: a * b + c is rounded twice on every machine unless the code asks for a fused one.
+GNU_FLAGS = ["-O2", "-g0", "-std=c11", "-ffp-contract=off", "-fno-lto", "-fvisibility=hidden"]
+GNU_WARNINGS = ["-Wall", "-Wextra", "-Wconversion"]  # not for the C that Cython writes
+EMULATED = {"avx512": ["-mavx2", "-mfma", "-mf16c", "-Wno-psabi", "-include", "tools/emulate/avx512.h"]}
+MSVC_FLAGS = ["/O2", "/std:c11", "/fp:precise"]
+
+if sys.platform == "darwin" and sysconfig.get_platform().endswith("universal2") and "ARCHFLAGS" not in os.environ:
+    # A Python for two machines compiles each file for both at once, which AVX2 code is not: build for this one.
+    os.environ["ARCHFLAGS"] = f"-arch {platform.machine()}"
+    os.environ["_PYTHON_HOST_PLATFORM"] = sysconfig.get_platform().replace("universal2", platform.machine())
+
+
+def machine_of(plat_name):
+    """isa_table.h's word for the machine of linux-x86_64, macosx-11.0-arm64, win-amd64; ANY for one without a row."""
+    return MACHINES.get(plat_name.rpartition("-")[2].lower(), "ANY")
+
 
 def isa_rows(machine):
     """[(name, GCC flags, MSVC flags)] of isa_table.h for one machine."""
@@ -29,31 +51,34 @@ def isa_rows(machine):
 
 
 class BuildExt(build_ext):
-    """Compiles the C files itself, then lets setuptools compile the .pyx and link."""
+    """Compiles the C files itself, then lets setuptools compile the .pyx and link.
+
+    Every build compiles every file: flags come from the environment too, so file times cannot tell what is
+    up to date, and the whole takes a few seconds.
+    """
 
     def build_extension(self, ext):
-        machine = MACHINES.get(self.plat_name.rpartition("-")[2].rpartition("_")[2])
-        machine = MACHINES.get(re.split(r"[-.]", self.plat_name)[-1].lower(), machine)
+        self.force = True
         msvc = self.compiler.compiler_type == "msvc"
+        machine = machine_of(self.plat_name)
+        emulated = {name: EMULATED[name] for name in os.environ.get("KDA_EMULATE", "").split()}
         extra = shlex.split(os.environ.get("KDA_CFLAGS", ""))
-        if msvc:
-            flags = ["/O2", "/std:c11", "/fp:precise"]
-        else:
-            flags = ["-O2", "-std=c11", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wconversion"]
+        flags = MSVC_FLAGS if msvc else GNU_FLAGS + GNU_WARNINGS
         openmp_compile, openmp_link = self.openmp_flags(msvc)
 
-        def compile_c(name, own_flags):
+        def compile_c(path, own_flags):
             return self.compiler.compile(
-                [str(SIMD / name)], output_dir=self.build_temp, include_dirs=[str(SIMD)],
-                extra_postargs=flags + own_flags + extra)
+                [str(path)], output_dir=self.build_temp, include_dirs=[str(SIMD)],
+                macros=[(f"KDA_MACHINE_{machine}", None)], extra_postargs=flags + own_flags + extra)
 
         objects = []
         for name in BASE_SOURCES:
-            objects += compile_c(name, openmp_compile if name == "threads.c" else [])
+            folder = Path("tools/emulate") if emulated and name == "cpu.c" else SIMD
+            objects += compile_c(folder / name, openmp_compile if name == "threads.c" else [])
         for name, gnu, ms in isa_rows(machine):
-            objects += compile_c(f"isa_{name}.c", ms if msvc else gnu)
+            objects += compile_c(SIMD / f"isa_{name}.c", ms if msvc else emulated.get(name, gnu))
         ext.extra_objects = objects
-        ext.extra_compile_args = [f for f in flags if not f.startswith("-W")] + extra
+        ext.extra_compile_args = (MSVC_FLAGS if msvc else GNU_FLAGS) + extra
         ext.extra_link_args = openmp_link + extra
         super().build_extension(ext)
 
