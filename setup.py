@@ -50,6 +50,51 @@ def isa_rows(machine):
     return [(name, gnu.split(), msvc.split()) for name, where, gnu, msvc in rows if where in (machine, "ANY")]
 
 
+def extra_flags():
+    return shlex.split(os.environ.get("KDA_CFLAGS", ""))
+
+
+def openmp_flags(compiler):
+    """(compile flags, link flags) of the first OpenMP spelling that compiles and links; ([], []) without."""
+    if os.environ.get("KDA_OPENMP", "1") == "0":
+        return [], []
+    if compiler.compiler_type == "msvc":
+        return ["/openmp"], []
+    spellings = [(["-fopenmp"], ["-fopenmp"])]
+    if sys.platform == "darwin":
+        spellings.append((["-Xpreprocessor", "-fopenmp"], ["-lomp"]))
+    for compile_flags, link_flags in spellings:
+        with tempfile.TemporaryDirectory() as scratch:
+            probe = Path(scratch, "probe.c")
+            probe.write_text("#include <omp.h>\nint probe(void) { return omp_get_max_threads(); }\n")
+            try:
+                objects = compiler.compile([str(probe)], output_dir=scratch, extra_postargs=compile_flags)
+                compiler.link_shared_object(objects, str(Path(scratch, "probe.so")), extra_postargs=link_flags)
+                return compile_flags, link_flags
+            except (CompileError, LinkError):
+                continue
+    print("kda: no OpenMP here; building without threads", file=sys.stderr)
+    return [], []
+
+
+def compile_objects(compiler, machine, folder, openmp):
+    """Compiles kda/_simd for one machine into `folder`; returns the object files. `openmp`: flags of threads.c."""
+    msvc = compiler.compiler_type == "msvc"
+    flags = MSVC_FLAGS if msvc else GNU_FLAGS + GNU_WARNINGS
+    emulated = {name: EMULATED[name] for name in os.environ.get("KDA_EMULATE", "").split()}
+    jobs = [(SIMD / name, openmp if name == "threads.c" else []) for name in BASE_SOURCES]
+    if emulated:
+        jobs[BASE_SOURCES.index("cpu.c")] = (Path("tools/emulate/cpu.c"), [])
+    jobs += [(SIMD / f"isa_{name}.c", ms if msvc else emulated.get(name, gnu)) for name, gnu, ms in isa_rows(machine)]
+    return [
+        compiled
+        for source, own_flags in jobs
+        for compiled in compiler.compile(
+            [str(source)], output_dir=str(folder), include_dirs=[str(SIMD)],
+            macros=[(f"KDA_MACHINE_{machine}", None)], extra_postargs=flags + own_flags + extra_flags())
+    ]
+
+
 class BuildExt(build_ext):
     """Compiles the C files itself, then lets setuptools compile the .pyx and link.
 
@@ -59,63 +104,27 @@ class BuildExt(build_ext):
 
     def build_extension(self, ext):
         self.force = True
-        msvc = self.compiler.compiler_type == "msvc"
-        machine = machine_of(self.plat_name)
-        emulated = {name: EMULATED[name] for name in os.environ.get("KDA_EMULATE", "").split()}
-        extra = shlex.split(os.environ.get("KDA_CFLAGS", ""))
-        flags = MSVC_FLAGS if msvc else GNU_FLAGS + GNU_WARNINGS
-        openmp_compile, openmp_link = self.openmp_flags(msvc)
-
-        def compile_c(path, own_flags):
-            return self.compiler.compile(
-                [str(path)], output_dir=self.build_temp, include_dirs=[str(SIMD)],
-                macros=[(f"KDA_MACHINE_{machine}", None)], extra_postargs=flags + own_flags + extra)
-
-        objects = []
-        for name in BASE_SOURCES:
-            folder = Path("tools/emulate") if emulated and name == "cpu.c" else SIMD
-            objects += compile_c(folder / name, openmp_compile if name == "threads.c" else [])
-        for name, gnu, ms in isa_rows(machine):
-            objects += compile_c(SIMD / f"isa_{name}.c", ms if msvc else emulated.get(name, gnu))
-        ext.extra_objects = objects
-        ext.extra_compile_args = (MSVC_FLAGS if msvc else GNU_FLAGS) + extra
-        ext.extra_link_args = openmp_link + extra
+        openmp_compile, openmp_link = openmp_flags(self.compiler)
+        flags = MSVC_FLAGS if self.compiler.compiler_type == "msvc" else GNU_FLAGS
+        ext.extra_objects = compile_objects(
+            self.compiler, machine_of(self.plat_name), self.build_temp, openmp_compile)
+        ext.extra_compile_args = flags + extra_flags()
+        ext.extra_link_args = openmp_link + extra_flags()
         super().build_extension(ext)
 
-    def openmp_flags(self, msvc):
-        """(compile flags, link flags) of the first OpenMP spelling that compiles and links; ([], []) without."""
-        if os.environ.get("KDA_OPENMP", "1") == "0":
-            return [], []
-        if msvc:
-            return ["/openmp"], []
-        spellings = [(["-fopenmp"], ["-fopenmp"])]
-        if sys.platform == "darwin":
-            spellings.append((["-Xpreprocessor", "-fopenmp"], ["-lomp"]))
-        for compile_flags, link_flags in spellings:
-            with tempfile.TemporaryDirectory() as scratch:
-                probe = Path(scratch, "probe.c")
-                probe.write_text("#include <omp.h>\nint probe(void) { return omp_get_max_threads(); }\n")
-                try:
-                    objects = self.compiler.compile([str(probe)], output_dir=scratch, extra_postargs=compile_flags)
-                    self.compiler.link_shared_object(objects, str(Path(scratch, "probe.so")), extra_postargs=link_flags)
-                    return compile_flags, link_flags
-                except (CompileError, LinkError):
-                    continue
-        print("kda: no OpenMP here; building without threads", file=sys.stderr)
-        return [], []
 
-
-setup(
-    ext_modules=[
-        Extension(
-            "kda._core",
-            sources=["kda/_core.pyx"],
-            depends=["kda/_kernels.pxd", *sorted(str(p) for p in SIMD.iterdir() if p.suffix in (".c", ".h", ".inc"))],
-            include_dirs=[str(SIMD)],
-            define_macros=[("Py_LIMITED_API", "0x030B0000")] if ABI3 else [],
-            py_limited_api=ABI3,
-        )
-    ],
-    cmdclass={"build_ext": BuildExt},
-    options={"bdist_wheel": {"py_limited_api": "cp311"}} if ABI3 else {},
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=[
+            Extension(
+                "kda._core",
+                sources=["kda/_core.pyx"],
+                depends=["kda/_kernels.pxd", *sorted(str(p) for p in SIMD.iterdir())],
+                include_dirs=[str(SIMD)],
+                define_macros=[("Py_LIMITED_API", "0x030B0000")] if ABI3 else [],
+                py_limited_api=ABI3,
+            )
+        ],
+        cmdclass={"build_ext": BuildExt},
+        options={"bdist_wheel": {"py_limited_api": "cp311"}} if ABI3 else {},
+    )
