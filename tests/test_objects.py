@@ -21,7 +21,7 @@ from kda import _core
 ROOT = Path(__file__).parent.parent
 BASE = {"cpu", "dispatch", "threads", "recurrent"}
 LIBRARY = {"expf", "log1pf", "sqrtf"}  # libm, from isa_scalar.c
-COMPILER_MADE = {"_GLOBAL_OFFSET_TABLE_", "__stack_chk_fail"}
+COMPILER_MADE = {"_GLOBAL_OFFSET_TABLE_", "__stack_chk_fail", "__stack_chk_guard"}
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads ELF objects")
 
