@@ -1,10 +1,15 @@
 """Builds kda._core: one C file per ISA, each with its own flags, linked into one extension.
 
-The rows of kda/_simd/isa_table.h decide what is compiled; pyproject.toml holds everything else.
-Environment: KDA_OPENMP=0 builds without threads, KDA_ABI3=0 for one Python version only, KDA_CFLAGS adds
-flags to every file (the sanitizer and warnings-as-errors builds of .ci/run).
+The rows of kda/_simd/isa_table.h decide what is compiled; pyproject.toml holds everything else. Needs a C
+compiler and nothing more. Environment, for tests and packagers:
+
+    KDA_CFLAGS="..."    flags added to every file and to the link (warnings as errors, sanitizers, -g)
+    KDA_OPENMP=0        build without threads
+    KDA_ABI3=0          build for one Python version only
+    KDA_EMULATE=avx512  build that ISA as portable C over SIMD Everywhere, see tools/emulate/avx512.h
 """
 import os
+import platform
 import re
 import shlex
 import sys
@@ -21,6 +26,23 @@ BASE_SOURCES = ["cpu.c", "dispatch.c", "threads.c", "jobs.c"]
 MACHINES = {"amd64": "X86_64", "x86_64": "X86_64", "aarch64": "AARCH64", "arm64": "AARCH64"}
 ABI3 = os.environ.get("KDA_ABI3", "1") != "0" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
+# Python's own flags carry -g, and some distributions' -flto, which could move wide code into narrow functions.
+# -ffp-contract=off: a * b + c is rounded twice on every machine unless the code asks for a fused one.
+GNU_FLAGS = ["-O2", "-g0", "-std=c11", "-ffp-contract=off", "-fno-lto", "-fvisibility=hidden"]
+GNU_WARNINGS = ["-Wall", "-Wextra", "-Wconversion"]  # not for the C that Cython writes
+EMULATED = {"avx512": ["-mavx2", "-mfma", "-mf16c", "-Wno-psabi", "-include", "tools/emulate/avx512.h"]}
+MSVC_FLAGS = ["/O2", "/std:c11", "/fp:precise"]
+
+if sys.platform == "darwin" and sysconfig.get_platform().endswith("universal2") and "ARCHFLAGS" not in os.environ:
+    # A Python for two machines compiles each file for both at once, which AVX2 code is not: build for this one.
+    os.environ["ARCHFLAGS"] = f"-arch {platform.machine()}"
+    os.environ["_PYTHON_HOST_PLATFORM"] = sysconfig.get_platform().replace("universal2", platform.machine())
+
+
+def machine_of(plat_name):
+    """isa_table.h's word for the machine of linux-x86_64, macosx-11.0-arm64, win-amd64; ANY for one without a row."""
+    return MACHINES.get(plat_name.rpartition("-")[2].lower(), "ANY")
+
 
 def isa_rows(machine):
     """[(name, GCC flags, MSVC flags)] of isa_table.h for one machine."""
@@ -28,69 +50,81 @@ def isa_rows(machine):
     return [(name, gnu.split(), msvc.split()) for name, where, gnu, msvc in rows if where in (machine, "ANY")]
 
 
+def extra_flags():
+    return shlex.split(os.environ.get("KDA_CFLAGS", ""))
+
+
+def openmp_flags(compiler):
+    """(compile flags, link flags) of the first OpenMP spelling that compiles and links; ([], []) without."""
+    if os.environ.get("KDA_OPENMP", "1") == "0":
+        return [], []
+    if compiler.compiler_type == "msvc":
+        return ["/openmp"], []
+    spellings = [(["-fopenmp"], ["-fopenmp"])]
+    if sys.platform == "darwin":
+        spellings.append((["-Xpreprocessor", "-fopenmp"], ["-lomp"]))
+    for compile_flags, link_flags in spellings:
+        with tempfile.TemporaryDirectory() as scratch:
+            probe = Path(scratch, "probe.c")
+            probe.write_text("#include <omp.h>\nint probe(void) { return omp_get_max_threads(); }\n")
+            try:
+                objects = compiler.compile([str(probe)], output_dir=scratch, extra_postargs=compile_flags)
+                compiler.link_shared_object(objects, str(Path(scratch, "probe.so")), extra_postargs=link_flags)
+                return compile_flags, link_flags
+            except (CompileError, LinkError):
+                continue
+    print("kda: no OpenMP here; building without threads", file=sys.stderr)
+    return [], []
+
+
+def compile_objects(compiler, machine, folder, openmp):
+    """Compiles kda/_simd for one machine into `folder`; returns the object files. `openmp`: flags of threads.c."""
+    msvc = compiler.compiler_type == "msvc"
+    flags = MSVC_FLAGS if msvc else GNU_FLAGS + GNU_WARNINGS
+    emulated = {name: EMULATED[name] for name in os.environ.get("KDA_EMULATE", "").split()}
+    jobs = [(SIMD / name, openmp if name == "threads.c" else []) for name in BASE_SOURCES]
+    if emulated:
+        jobs[BASE_SOURCES.index("cpu.c")] = (Path("tools/emulate/cpu.c"), [])
+    jobs += [(SIMD / f"isa_{name}.c", ms if msvc else emulated.get(name, gnu)) for name, gnu, ms in isa_rows(machine)]
+    return [
+        compiled
+        for source, own_flags in jobs
+        for compiled in compiler.compile(
+            [str(source)], output_dir=str(folder), include_dirs=[str(SIMD)],
+            macros=[(f"KDA_MACHINE_{machine}", None)], extra_postargs=flags + own_flags + extra_flags())
+    ]
+
+
 class BuildExt(build_ext):
-    """Compiles the C files itself, then lets setuptools compile the .pyx and link."""
+    """Compiles the C files itself, then lets setuptools compile the .pyx and link.
+
+    Every build compiles every file: flags come from the environment too, so file times cannot tell what is
+    up to date, and the whole takes a few seconds.
+    """
 
     def build_extension(self, ext):
-        machine = MACHINES.get(self.plat_name.rpartition("-")[2].rpartition("_")[2])
-        machine = MACHINES.get(re.split(r"[-.]", self.plat_name)[-1].lower(), machine)
-        msvc = self.compiler.compiler_type == "msvc"
-        extra = shlex.split(os.environ.get("KDA_CFLAGS", ""))
-        if msvc:
-            flags = ["/O2", "/std:c11", "/fp:precise"]
-        else:
-            flags = ["-O2", "-std=c11", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wconversion"]
-        openmp_compile, openmp_link = self.openmp_flags(msvc)
-
-        def compile_c(name, own_flags):
-            return self.compiler.compile(
-                [str(SIMD / name)], output_dir=self.build_temp, include_dirs=[str(SIMD)],
-                extra_postargs=flags + own_flags + extra)
-
-        objects = []
-        for name in BASE_SOURCES:
-            objects += compile_c(name, openmp_compile if name == "threads.c" else [])
-        for name, gnu, ms in isa_rows(machine):
-            objects += compile_c(f"isa_{name}.c", ms if msvc else gnu)
-        ext.extra_objects = objects
-        ext.extra_compile_args = [f for f in flags if not f.startswith("-W")] + extra
-        ext.extra_link_args = openmp_link + extra
+        self.force = True
+        openmp_compile, openmp_link = openmp_flags(self.compiler)
+        flags = MSVC_FLAGS if self.compiler.compiler_type == "msvc" else GNU_FLAGS
+        ext.extra_objects = compile_objects(
+            self.compiler, machine_of(self.plat_name), self.build_temp, openmp_compile)
+        ext.extra_compile_args = flags + extra_flags()
+        ext.extra_link_args = openmp_link + extra_flags()
         super().build_extension(ext)
 
-    def openmp_flags(self, msvc):
-        """(compile flags, link flags) of the first OpenMP spelling that compiles and links; ([], []) without."""
-        if os.environ.get("KDA_OPENMP", "1") == "0":
-            return [], []
-        if msvc:
-            return ["/openmp"], []
-        spellings = [(["-fopenmp"], ["-fopenmp"])]
-        if sys.platform == "darwin":
-            spellings.append((["-Xpreprocessor", "-fopenmp"], ["-lomp"]))
-        for compile_flags, link_flags in spellings:
-            with tempfile.TemporaryDirectory() as scratch:
-                probe = Path(scratch, "probe.c")
-                probe.write_text("#include <omp.h>\nint probe(void) { return omp_get_max_threads(); }\n")
-                try:
-                    objects = self.compiler.compile([str(probe)], output_dir=scratch, extra_postargs=compile_flags)
-                    self.compiler.link_shared_object(objects, str(Path(scratch, "probe.so")), extra_postargs=link_flags)
-                    return compile_flags, link_flags
-                except (CompileError, LinkError):
-                    continue
-        print("kda: no OpenMP here; building without threads", file=sys.stderr)
-        return [], []
 
-
-setup(
-    ext_modules=[
-        Extension(
-            "kda._core",
-            sources=["kda/_core.pyx"],
-            depends=["kda/_kernels.pxd", *sorted(str(p) for p in SIMD.iterdir() if p.suffix in (".c", ".h", ".inc"))],
-            include_dirs=[str(SIMD)],
-            define_macros=[("Py_LIMITED_API", "0x030B0000")] if ABI3 else [],
-            py_limited_api=ABI3,
-        )
-    ],
-    cmdclass={"build_ext": BuildExt},
-    options={"bdist_wheel": {"py_limited_api": "cp311"}} if ABI3 else {},
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=[
+            Extension(
+                "kda._core",
+                sources=["kda/_core.pyx"],
+                depends=["kda/_kernels.pxd", *sorted(str(p) for p in SIMD.iterdir())],
+                include_dirs=[str(SIMD)],
+                define_macros=[("Py_LIMITED_API", "0x030B0000")] if ABI3 else [],
+                py_limited_api=ABI3,
+            )
+        ],
+        cmdclass={"build_ext": BuildExt},
+        options={"bdist_wheel": {"py_limited_api": "cp311"}} if ABI3 else {},
+    )

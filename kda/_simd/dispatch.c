@@ -2,12 +2,13 @@
 #include "cpu.h"
 #include "kernels.h"
 
-#if defined(__x86_64__) || defined(_M_X64)
+/* setup.py defines KDA_MACHINE_<machine>: the same word that made it choose the files to compile. */
+#ifdef KDA_MACHINE_X86_64
 #define IF_X86_64(row) row
 #else
 #define IF_X86_64(row)
 #endif
-#if defined(__aarch64__) || defined(_M_ARM64)
+#ifdef KDA_MACHINE_AARCH64
 #define IF_AARCH64(row) row
 #else
 #define IF_AARCH64(row)

@@ -1,0 +1,54 @@
+#!/bin/bash
+# Builds and tests a copy of this tree as aarch64 on an x86-64 Debian: no chroot, no binfmt, no multiarch.
+# Python, its wheels and the tests are emulated; the compiler is a native cross compiler.
+#
+#   tools/arm64.sh CACHE [pytest arguments]
+#
+# CACHE keeps Debian's arm64 Python and the aarch64 wheels from run to run. Once, as root:
+#   apt-get install -y --no-install-recommends qemu-user-static gcc-aarch64-linux-gnu libc6-dev-arm64-cross
+set -euo pipefail
+CACHE=$(mkdir -p "${1:?a cache folder}" && realpath "$1")
+shift
+cd "$(dirname "$0")/.."
+ROOT=$CACHE/root SITE=$CACHE/site TREE=$CACHE/tree
+CPUS="cortex-a53 cortex-a76 max" # plain NEON, + dotprod, everything
+
+if [ ! -e "$CACHE/root.done" ]; then # Debian's arm64 Python, unpacked in a folder
+    rm -rf "$ROOT" "$CACHE/apt"
+    A=$CACHE/apt
+    mkdir -p "$A"/{lists/partial,archives/partial,parts} "$ROOT"
+    : > "$A/status"
+    cp /etc/apt/sources.list.d/debian.sources "$A/parts/"
+    apt=(apt-get -qq -o APT::Architecture=arm64 -o APT::Architectures::=arm64 -o Dir::State="$A"
+        -o Dir::State::Lists="$A/lists" -o Dir::State::status="$A/status" -o Dir::Cache="$A"
+        -o Dir::Etc::sourceparts="$A/parts" -o Dir::Etc::sourcelist=/dev/null -o APT::Install-Recommends=false
+        -o Debug::NoLocking=true -o APT::Sandbox::User=root)
+    "${apt[@]}" update
+    "${apt[@]}" -y --download-only install python3 libgomp1 libstdc++6
+    for deb in "$A"/archives/*.deb; do dpkg -x "$deb" "$ROOT"; done
+    touch "$CACHE/root.done"
+fi
+version=$(basename "$(readlink "$ROOT/usr/bin/python3")")
+version=${version#python}
+
+python3 tools/requirements.py | sort > "$CACHE/wanted"
+if ! cmp -s "$CACHE/wanted" "$CACHE/installed"; then # aarch64 wheels, unpacked in a folder
+    rm -rf "$SITE"
+    python3 -m pip install -q --target "$SITE" --only-binary=:all: --implementation cp --python-version "$version" \
+        --platform manylinux2014_aarch64 --platform manylinux_2_28_aarch64 --platform any -r "$CACHE/wanted"
+    cp "$CACHE/wanted" "$CACHE/installed"
+fi
+
+# A copy: the abi3 extension has the same file name on both machines.
+rm -rf "$TREE"
+mkdir -p "$TREE"
+git ls-files -co --exclude-standard | tar cT - | tar xC "$TREE"
+cd "$TREE"
+_PYTHON_HOST_PLATFORM=linux-aarch64 CC=aarch64-linux-gnu-gcc LDSHARED="aarch64-linux-gnu-gcc -shared" \
+    "${PYTHON:-python3}" setup.py -q build_ext --inplace
+
+for cpu in $CPUS; do
+    echo "== $cpu"
+    PYTHONPATH=$SITE:$TREE PYTHONDONTWRITEBYTECODE=1 qemu-aarch64-static -cpu "$cpu" -L "$ROOT" \
+        "$ROOT/usr/bin/python$version" -m pytest -p no:cacheprovider "$@"
+done

@@ -1,0 +1,102 @@
+/* AVX-512 for a CPU that has AVX2 only: SIMD Everywhere (Debian's libsimde-dev) under Intel's names.
+ *
+ * KDA_EMULATE=avx512 makes setup.py compile isa_avx512.c with avx2's flags and this header before it, so that
+ * the tests run the logic of that file (tails, masks, lane order, constants) where the instructions are
+ * missing. It shows nothing about speed, and nothing about what the compiler makes of the intrinsics.
+ * Multiply-adds are the CPU's own FMA here, so they are rounded once, as in the original. */
+#ifndef KDA_EMULATE_AVX512_H
+#define KDA_EMULATE_AVX512_H
+#if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
+#error "the emulation itself needs -mavx2 -mfma -mf16c: without them a multiply-add is rounded twice"
+#endif
+
+#include <immintrin.h>
+#include <math.h>
+
+#define SIMDE_NO_FAST_MATH
+#define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx512.h>
+#define __AVX512F__ 1 /* for the guard of isa_avx512.c */
+
+/* No register holds 64 bytes, so there is none to keep a value in. */
+#include "../../kda/_simd/lanes.h"
+#undef KEEP
+#define KEEP(x) (void)0
+
+/* What SIMD Everywhere 0.7.4 lacks, or has only approximately. */
+
+static inline __m512 kda_join(__m256 low, __m256 high) {
+    float x[16];
+    _mm256_storeu_ps(x, low);
+    _mm256_storeu_ps(x + 8, high);
+    return _mm512_loadu_ps(x);
+}
+
+static inline __m256 kda_half(__m512 x, int i) {
+    float y[16];
+    _mm512_storeu_ps(y, x);
+    return _mm256_loadu_ps(y + 8 * i);
+}
+
+/* x * 2^floor(n), rounded once: SIMD Everywhere's own overflows at n = 128 and flushes subnormals. */
+static inline __m512 kda_scalef(__m512 x, __m512 n) {
+    float y[16], e[16];
+    _mm512_storeu_ps(y, x);
+    _mm512_storeu_ps(e, n);
+    for (int i = 0; i < 16; i++) y[i] = isnan(e[i]) ? e[i] : ldexpf(y[i], (int)floorf(fmaxf(-999, fminf(999, e[i]))));
+    return _mm512_loadu_ps(y);
+}
+
+/* Masked-out lanes are neither read nor written. */
+static inline __m512 kda_maskz_loadu(unsigned mask, const float *p) {
+    float y[16];
+    for (int i = 0; i < 16; i++) y[i] = mask >> i & 1 ? p[i] : 0.0f;
+    return _mm512_loadu_ps(y);
+}
+
+static inline void kda_mask_storeu(float *p, unsigned mask, __m512 x) {
+    float y[16];
+    _mm512_storeu_ps(y, x);
+    for (int i = 0; i < 16; i++)
+        if (mask >> i & 1) p[i] = y[i];
+}
+
+static inline __m512 kda_cvtph(__m256i h) {
+    return kda_join(_mm256_cvtph_ps(_mm256_castsi256_si128(h)), _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1)));
+}
+
+static inline __m512i kda_cvtepu16(__m256i h) {
+    uint16_t x[16];
+    uint32_t y[16];
+    _mm256_storeu_si256((__m256i *)(void *)x, h);
+    for (int i = 0; i < 16; i++) y[i] = x[i];
+    return _mm512_loadu_si512(y);
+}
+
+static inline __m256i kda_cvtepi32_16(__m512i x) {
+    uint32_t y[16];
+    uint16_t h[16];
+    _mm512_storeu_si512(y, x);
+    for (int i = 0; i < 16; i++) h[i] = (uint16_t)y[i];
+    return _mm256_loadu_si256((const __m256i *)(const void *)h);
+}
+
+#undef _mm512_scalef_ps
+#undef _mm512_maskz_loadu_ps
+#undef _mm512_mask_storeu_ps
+#undef _mm512_extractf32x8_ps
+#undef _mm512_cvtph_ps
+#undef _mm512_cvtps_ph
+#undef _mm512_cvtepu16_epi32
+#undef _mm512_cvtepi32_epi16
+#define _mm512_scalef_ps(x, n) kda_scalef(x, n)
+#define _mm512_maskz_loadu_ps(mask, p) kda_maskz_loadu(mask, p)
+#define _mm512_mask_storeu_ps(p, mask, x) kda_mask_storeu(p, mask, x)
+#define _mm512_extractf32x8_ps(x, i) kda_half(x, i)
+#define _mm512_cvtph_ps(h) kda_cvtph(h)
+#define _mm512_cvtps_ph(x, mode) \
+    _mm256_set_m128i(_mm256_cvtps_ph(kda_half(x, 1), mode), _mm256_cvtps_ph(kda_half(x, 0), mode))
+#define _mm512_cvtepu16_epi32(h) kda_cvtepu16(h)
+#define _mm512_cvtepi32_epi16(x) kda_cvtepi32_16(x)
+
+#endif

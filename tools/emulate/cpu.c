@@ -1,0 +1,10 @@
+/* In place of kda/_simd/cpu.c: what the hardware offers, and what is emulated. */
+#include "cpu.h"
+
+#define kda_cpu_features kda_cpu_features_of_hardware
+#include "../../kda/_simd/cpu.c"
+#undef kda_cpu_features
+
+uint32_t kda_cpu_features(void) {
+    return kda_cpu_features_of_hardware() | KDA_AVX512F | KDA_AVX512BW | KDA_AVX512VL | KDA_AVX512DQ;
+}
