@@ -1,0 +1,48 @@
+"""What this machine does when nothing but the limit is in the way: two probes in the same C as the kernels.
+
+A ceiling says something about a kernel only when both are timed in the same process, alternating: on a shared
+machine either moves by tens of percent from second to second, and their ratio by a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter_ns
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kda import _core
+from kda.runtime import get_num_threads, isa_index, set_num_threads
+
+
+@contextmanager
+def threads(n: int) -> Iterator[int]:
+    """At most n threads per call inside the block; yields how many a large call really uses."""
+    before = get_num_threads()
+    set_num_threads(n)
+    try:
+        yield get_num_threads()
+    finally:
+        set_num_threads(before)
+
+
+def inplace_ns(s: NDArray[np.float32], isa: str | None = None) -> int:
+    """Nanoseconds of one pass s = 0.99 s + 0.01 in place over contiguous float32 of any shape."""
+    flat, row = s.reshape(-1), isa_index(isa)
+    start = perf_counter_ns()
+    _core.probe_update(row, flat)
+    return perf_counter_ns() - start
+
+
+def fma_rate(isa: str | None = None, rounds: int = 200_000) -> float:
+    """Multiply-add lanes per nanosecond over all threads: `rounds` of 12 independent vector FMA in registers.
+
+    One lane of a multiply-add instruction counts as one; the FLOP rate is twice this. The default takes some
+    0.4 ms, long enough to hide the waking of threads.
+    """
+    row = isa_index(isa)
+    start = perf_counter_ns()
+    lanes = _core.probe_fma(row, rounds)
+    return lanes / (perf_counter_ns() - start)
