@@ -6,7 +6,7 @@ import platform
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter_ns
@@ -60,7 +60,7 @@ class Decode:
     def __init__(self, shape: Shape, isa: str | None = None) -> None:
         rng = np.random.default_rng(SEED)
         L, H, HV, K, V = shape.layers, shape.H, shape.HV, shape.K, shape.V
-        self.shape, self.isa = shape, isa
+        self.shape, self.isa, self.normalise = shape, isa, True
 
         def normal(*dims: int) -> NDArray[np.float32]:
             return rng.standard_normal(dims, dtype=np.float32)
@@ -77,7 +77,7 @@ class Decode:
         """One token through every layer, by the public function."""
         for q, k, v, g, beta, state, o in self._calls:
             kda.fused_recurrent_kda(q, k, v, g, beta, initial_state=state, state_out=state, out=o,
-                                    use_qk_l2norm_in_kernel=True, isa=self.isa)
+                                    use_qk_l2norm_in_kernel=self.normalise, isa=self.isa)
 
     def ns(self, tokens: int) -> int:
         """Nanoseconds of `tokens` steps."""
@@ -107,11 +107,18 @@ def measure(shape: Shape, n_threads: int, isa: str | None = None, seconds: float
             pass_ns.append(sum(inplace_ns(decode.states, isa) for _ in range(tokens)) / tokens)
             peak.append(fma_rate(isa))
     if not np.isfinite(decode.o).all():
-        raise RuntimeError(f"{shape.name}: the decode step returned NaN or infinity; run kda check")
+        raise RuntimeError(f"{title(shape)}: the decode step returned NaN or infinity; run kda check")
+    return {"name": title(shape), "threads": used, **derive(shape, step_ns, pass_ns, peak), "tokens_per_sample": tokens}
+
+
+def derive(shape: Shape, step_ns: Sequence[float], pass_ns: Sequence[float], peak: Sequence[float]) -> dict[str, Any]:
+    """The fields of FIELDS that follow from samples taken in turn.
+
+    step_ns: nanoseconds per token; pass_ns: nanoseconds of one in-place pass over the same state; peak:
+    multiply-add lanes per nanosecond.
+    """
     ns = statistics.median(step_ns)
     return {
-        "name": title(shape),
-        "threads": used,
         "layers": shape.layers,
         "heads": shape.HV,
         "K": shape.K, "V": shape.V,
@@ -129,7 +136,6 @@ def measure(shape: Shape, n_threads: int, isa: str | None = None, seconds: float
         "inplace_us": statistics.median(pass_ns) / 1e3,
         "fma_peak_G_lanes_per_s": statistics.median(peak),
         "samples": len(step_ns),
-        "tokens_per_sample": tokens,
     }
 
 
@@ -175,8 +181,8 @@ def run(quick: bool = False, isa: str | None = None, progress: Callable[[int, in
         command: str = "kda bench") -> dict[str, Any]:
     """Measure every row: {"machine", "command", "date", "fields", "left_out", "rows"}, ready for JSON.
 
-    Each shape runs on 1 thread and on all that kda.get_num_threads() grants. `progress` is called before each row with the
-    number done, the number of rows and the row's name.
+    Each shape runs on 1 thread and on all that kda.get_num_threads() grants. `progress` is called before each
+    row with the number done, the number of rows and the row's name.
     """
     shapes, left_out = plan_rows(quick)
     each = 0.3 if quick else 1.5
