@@ -4,7 +4,7 @@ import statistics
 
 import kda
 from kda.perf import bench
-from kda.perf.ceilings import fma_rate, inplace_ns
+from kda.perf.ceilings import fma_rate, fma_rounds, inplace_ns
 
 ISAS = [name for name, runs_here in kda.isas().items() if runs_here]
 THREADS = sorted({1, kda.get_num_threads()})
@@ -16,11 +16,11 @@ def beside_ceilings(benchmark, shape, isa, team, run, state, tokens, rounds):
     The in-place pass goes over `state`, the same bytes. Fills extra_info; returns the derived numbers, or None
     under --benchmark-disable.
     """
-    pass_ns, peak = [], []
+    pass_ns, peak, fma = [], [], fma_rounds(isa)
 
     def probe():
         pass_ns.append(sum(inplace_ns(state, isa) for _ in range(tokens)) / tokens)
-        peak.append(fma_rate(isa))
+        peak.append(fma_rate(fma, isa))
 
     run()
     benchmark.pedantic(run, setup=probe, rounds=rounds)

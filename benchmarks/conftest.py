@@ -11,6 +11,7 @@ measured: the ratios in extra_info are medians over such neighbours.
 import pytest
 from common import ISAS, THREADS
 
+from kda.perf import bench
 from kda.perf.ceilings import threads
 
 
@@ -54,3 +55,12 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section("ratios, medians of neighbouring rounds")
         for line in LINES:
             terminalreporter.write_line(line)
+
+
+def pytest_benchmark_generate_machine_info():
+    """What --benchmark-json says of the machine: as in `kda bench -o json`, without the host's name."""
+    return bench.machine(None)
+
+
+def pytest_benchmark_generate_commit_info():
+    return {}

@@ -111,9 +111,11 @@ def test_onnxruntime(benchmark, shape, team, summary):
     benchmark.pedantic(lambda: ours.ns(tokens), setup=setup, rounds=25)
     describe(benchmark, shape, ISAS[0], team, tokens)
     if benchmark.stats is not None:
-        ratio = median_ratio(rival_ns, [seconds * 1e9 / tokens for seconds in benchmark.stats.stats.data])
-        benchmark.extra_info.update(rival="onnxruntime LinearAttention", rival_us_per_token=np.median(rival_ns) / 1e3,
-                                    rival_over_kda=ratio)
+        step_ns = [seconds * 1e9 / tokens for seconds in benchmark.stats.stats.data]
+        ratio = median_ratio(rival_ns, step_ns)
+        benchmark.extra_info.update(
+            rival=f"ONNX Runtime {onnxruntime.__version__} LinearAttention", rival_over_kda=ratio,
+            rival_us_per_token=np.median(rival_ns) / 1e3, us_per_token=np.median(step_ns) / 1e3)
         summary(f"{title(shape)}, {team} thread(s): ONNX Runtime takes {ratio:.2f} x kda "
                 f"({np.median(rival_ns) / 1e3:,.0f} us)")
 
@@ -137,7 +139,7 @@ def test_numpy(benchmark, layers, team, summary):
     ratio = median_ratio(got["numpy_ns"], got["kda_ns"])
     shape = replace(counts.KIMI_LINEAR, layers=layers)
     describe(benchmark, shape, ISAS[0], team, 1)
-    benchmark.extra_info.update(rival="numpy", rival_us_per_token=np.median(got["numpy_ns"]) / 1e3,
+    benchmark.extra_info.update(rival=f"numpy {np.__version__}", rival_us_per_token=np.median(got["numpy_ns"]) / 1e3,
                                 us_per_token=np.median(got["kda_ns"]) / 1e3, rival_over_kda=ratio)
     if not benchmark.disabled:
         summary(f"{title(shape)}, {team} thread(s): numpy takes {ratio:.1f} x kda "

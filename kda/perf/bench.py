@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import kda
 from kda.ops import aligned_empty
 from kda.perf import counts
-from kda.perf.ceilings import fma_rate, inplace_ns, threads
+from kda.perf.ceilings import fma_rate, fma_rounds, inplace_ns, threads
 from kda.perf.counts import Shape
 from kda.runtime import get_num_threads, runtime_info
 
@@ -98,6 +98,7 @@ def measure(shape: Shape, n_threads: int, isa: str | None = None, seconds: float
         decode.ns(1)
         once = min(decode.ns(1), decode.ns(1))
         tokens = max(1, round(400_000 / once))  # 0.4 ms and more: the clock and one interruption weigh little
+        rounds = fma_rounds(isa)
         step_ns: list[float] = []
         pass_ns: list[float] = []
         peak: list[float] = []
@@ -105,7 +106,7 @@ def measure(shape: Shape, n_threads: int, isa: str | None = None, seconds: float
         while len(step_ns) < 5 or perf_counter_ns() < end:
             step_ns.append(decode.ns(tokens) / tokens)
             pass_ns.append(sum(inplace_ns(decode.states, isa) for _ in range(tokens)) / tokens)
-            peak.append(fma_rate(isa))
+            peak.append(fma_rate(rounds, isa))
     if not np.isfinite(decode.o).all():
         raise RuntimeError(f"{title(shape)}: the decode step returned NaN or infinity; run kda check")
     return {"name": title(shape), "threads": used, **derive(shape, step_ns, pass_ns, peak), "tokens_per_sample": tokens}

@@ -36,11 +36,22 @@ def inplace_ns(s: NDArray[np.float32], isa: str | None = None) -> int:
     return perf_counter_ns() - start
 
 
-def fma_rate(isa: str | None = None, rounds: int = 200_000) -> float:
+def fma_rounds(isa: str | None = None, ns: int = 400_000) -> int:
+    """Rounds of the FMA probe that take at least `ns`: long enough to hide the waking of threads."""
+    row, rounds = isa_index(isa), 500
+    start = end = perf_counter_ns()
+    while end - start < ns:
+        rounds *= 2
+        start = perf_counter_ns()
+        _core.probe_fma(row, rounds)
+        end = perf_counter_ns()
+    return rounds
+
+
+def fma_rate(rounds: int, isa: str | None = None) -> float:
     """Multiply-add lanes per nanosecond over all threads: `rounds` of 12 independent vector FMA in registers.
 
-    One lane of a multiply-add instruction counts as one; the FLOP rate is twice this. The default takes some
-    0.4 ms, long enough to hide the waking of threads.
+    One lane of a multiply-add instruction counts as one; the FLOP rate is twice this.
     """
     row = isa_index(isa)
     start = perf_counter_ns()
