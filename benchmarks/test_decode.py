@@ -9,7 +9,7 @@ from kda import reference
 from kda.perf import counts
 from kda.perf.bench import Decode, title
 
-SHAPES = [counts.KIMI_LINEAR_LAYER, counts.KIMI_LINEAR, counts.K3_LAYER]
+SHAPES = {title(shape): shape for shape in (counts.KIMI_LINEAR_LAYER, counts.KIMI_LINEAR, counts.K3_LAYER)}
 
 
 def check_first_layer(decode):
@@ -22,8 +22,9 @@ def check_first_layer(decode):
     assert np.abs(decode.states[0] - S).max() <= 2e-6 * np.abs(S).max()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: title(s).replace(" ", "_"))
-def test_decode(benchmark, shape, isa, team, target):
+@pytest.mark.parametrize("name", SHAPES)
+def test_decode(benchmark, name, isa, team, target):
+    shape = SHAPES[name]
     decode = Decode(shape, isa)
     check_first_layer(decode)
     tokens = max(1, 8 // shape.layers)

@@ -191,7 +191,19 @@ def test_bench_tables(small, capsys):
     start = lines.index("| " + " | ".join(bench.COLUMNS) + " |")
     assert lines[start + 1].count("|") == lines[start].count("|") == lines[start + 2].count("|")
     assert lines[start + 2].startswith("| small, 1 layer |")
-    assert lines[-1] == "something: left out"
+    assert "something: left out" in lines
+
+
+def test_a_noisy_row_is_named():
+    row = {"name": "small, 1 layer", "threads": 2, "us_per_token_min": 10.0, "state_bytes": 2**20, "mac_per_token": 3,
+           "flop_per_token": 6, "GB_per_s": 1.0, "share_of_inplace": 0.5, "share_of_fma": 0.25}
+    result = {"machine": bench.machine(None), "command": "kda bench", "date": "2026-01-01T00:00:00", "left_out": []}
+    quiet = bench.render(result | {"rows": [row | {"us_per_token": 14.9}]}, "md")
+    assert "| small, 1 layer | 1 MiB | 2 | 14.9 (10.0) | 3 | 6 | 1.0 | 50% | 25% |" in quiet
+    assert "measure again" not in quiet
+    noisy = bench.render(result | {"rows": [row | {"us_per_token": 30.0}]}, "text")
+    assert noisy.endswith("small, 1 layer, 2 threads: the median is 3.0 times the fastest sample; something else was "
+                          "running, measure again")
 
 
 def test_bench_runs_the_models():

@@ -234,6 +234,8 @@ def significant(x: float) -> str:
     return f"{x:.1f}" if x >= 10 else f"{x:.2f}"
 
 
+NOISY = 1.5  # a median this many times the fastest sample says more about the machine's other work than about ours
+
 NOTE = (
     "us/token: median of samples (fastest in brackets). MAC and FLOP: the delta rule, 3*K*V multiply-adds per head, "
     "without the decay. state GB/s: state read and written once per token, 10^9 bytes. "
@@ -262,7 +264,13 @@ def render(result: dict[str, Any], form: str) -> str:
             padded = [c.rjust(w) for c, w in zip(others, widths[1:], strict=True)]
             lines.append("  ".join([first.ljust(widths[0]), *padded]))
         lines += ["", *textwrap.wrap(NOTE, 110)]
-    return "\n".join([*lines, *(("",) if result["left_out"] and form == "md" else ()), *result["left_out"]])
+    remarks = list(result["left_out"])
+    for row in result["rows"]:
+        spread = row["us_per_token"] / row["us_per_token_min"]
+        if spread > NOISY:
+            remarks.append(f"{row['name']}, {row['threads']} threads: the median is {spread:.1f} times the fastest "
+                           "sample; something else was running, measure again")
+    return "\n".join([*lines, *(line for remark in remarks for line in ("", remark))])
 
 
 def progress_bar(stream: Any = None) -> Callable[[int, int, str], None] | None:
