@@ -2,7 +2,10 @@
 
 import statistics
 
+import numpy as np
+
 import kda
+from kda.ops import aligned_empty
 from kda.perf import bench
 from kda.perf.ceilings import fma_rate, fma_rounds, inplace_ns
 
@@ -31,6 +34,28 @@ def beside_ceilings(benchmark, shape, isa, team, run, state, tokens, rounds):
     numbers = bench.derive(shape, step_ns, pass_ns[-len(step_ns):], peak[-len(step_ns):])
     benchmark.extra_info.update(numbers)
     return numbers
+
+
+class Prefill:
+    """T tokens of one layer through chunk_kda or fused_recurrent_kda; q and k are normalised, the state moves on."""
+
+    def __init__(self, shape, T, op=kda.chunk_kda, isa=None):
+        rng = np.random.default_rng(bench.SEED)
+        H, K, V = shape.HV, shape.K, shape.V
+        self.q, self.k = (kda.l2norm(rng.standard_normal((1, T, H, K), dtype=np.float32)) for _ in range(2))
+        self.v = rng.standard_normal((1, T, H, V), dtype=np.float32)
+        self.g = -0.5 * rng.random((1, T, H, K), dtype=np.float32)
+        self.beta = 0.01 + 0.98 * rng.random((1, T, H), dtype=np.float32)
+        self.state = aligned_empty((1, H, K, V))
+        self.state[:] = rng.standard_normal(self.state.shape, dtype=np.float32)
+        self.o = np.empty_like(self.v)
+        self.shape, self.T, self.op, self.isa = shape, T, op, isa
+
+    def inputs(self):
+        return {name: getattr(self, name) for name in ("q", "k", "v", "g", "beta")}
+
+    def run(self):
+        self.op(**self.inputs(), initial_state=self.state, state_out=self.state, out=self.o, isa=self.isa)
 
 
 def describe(benchmark, shape, isa, team, tokens):

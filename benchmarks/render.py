@@ -18,10 +18,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def rivals(result):
     """A row per rival, shape and thread count, from pytest-benchmark's JSON."""
-    lines = ["| the same tokens by | layers | threads | us/token | kda us/token | ratio |",
-             "|---|---:|---:|---:|---:|---:|"]
+    lines = ["|  | by | threads | us/token | kda us/token | ratio |", "|---|---|---:|---:|---:|---:|"]
     for info in (entry["extra_info"] for entry in result["benchmarks"]):
-        lines.append(f"| {info['rival']} | {info['shape']['layers']} | {info['threads']} "
+        lines.append(f"| {info['what']} | {info['rival']} | {info['threads']} "
                      f"| {significant(info['rival_us_per_token'])} | {significant(info['us_per_token'])} "
                      f"| {info['rival_over_kda']:.1f} |")
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from common import ISAS, beside_ceilings, describe, median_ratio
+from common import ISAS, Prefill, beside_ceilings, describe, median_ratio
 
 import kda
 from kda import reference
@@ -59,26 +59,14 @@ def test_isas_side_by_side(benchmark, other, team, target, summary):
             target("avx2 over avx512 from memory", ratio, 1.3)
 
 
-def test_prefill_64_tokens(benchmark, isa, team):
-    """64 tokens of one Kimi-Linear layer, token by token."""
-    shape, T = counts.KIMI_LINEAR_LAYER, 64
-    rng = np.random.default_rng(1)
-
-    def normal(*dims):
-        return rng.standard_normal(dims, dtype=np.float32)
-
-    H, K = shape.H, shape.K
-    q, k, v, o, state = *(normal(1, T, H, K) for _ in range(4)), normal(1, H, K, K)
-    g, beta = -0.5 * rng.random((1, T, H, K), dtype=np.float32), rng.random((1, T, H), dtype=np.float32)
-    want, _ = reference.fused_recurrent_kda(q, k, v, g, beta, initial_state=state, use_qk_l2norm_in_kernel=True)
-
-    def run():
-        kda.fused_recurrent_kda(q, k, v, g, beta, initial_state=state, state_out=state, out=o,
-                                use_qk_l2norm_in_kernel=True, isa=isa)
-
-    run()
-    assert np.abs(o - want).max() <= 2e-6 * np.abs(want).max()
-    beside_ceilings(benchmark, shape, isa, team, run, state, tokens=T, rounds=20)
+@pytest.mark.parametrize("op", [kda.fused_recurrent_kda, kda.chunk_kda], ids=lambda op: op.__name__)
+def test_64_tokens(benchmark, op, isa, team):
+    """Token by token and in blocks, where a layer changes from one to the other."""
+    prefill = Prefill(counts.KIMI_LINEAR_LAYER, 64, op, isa)
+    want, _ = reference.fused_recurrent_kda(**prefill.inputs(), initial_state=prefill.state)
+    prefill.run()
+    assert np.abs(prefill.o - want).max() <= 2e-6 * np.abs(want).max()
+    beside_ceilings(benchmark, prefill.shape, isa, team, prefill.run, prefill.state, prefill.T, rounds=20)
 
 
 @pytest.mark.parametrize("form", ["functional", "in place"])

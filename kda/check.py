@@ -1,8 +1,8 @@
 """Does every kernel of this machine compute KDA? `kda check` asks on seeded inputs and on stored results.
 
 Every case is compared with the float64 reference, or with the float32 results that the kernels of
-flash-linear-attention 0.6.0 gave (data/golden). An error is the largest difference divided by the largest
-value expected; NaN fails.
+flash-linear-attention 0.6.0 gave (data/golden); the delta rule in both forms, token by token and in blocks. An
+error is the largest difference divided by the largest value expected; NaN fails.
 """
 
 from __future__ import annotations
@@ -31,14 +31,26 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A call, the o and S it should give, and the largest relative error allowed for each."""
+    """A call of the function `op` of kda, the output o and state S it should give, and the largest relative errors.
+
+    S is None for functions without a state.
+    """
 
     name: str
+    op: str
     args: dict[str, Any]
     o: Array
-    S: Array
+    S: Array | None = None
     o_bound: float = FLOAT32
     S_bound: float = FLOAT32
+
+    def run(self, isa: str) -> tuple[Any, Any]:
+        """(o, S) of one ISA; an update in place works on a copy."""
+        op, args = getattr(ops, self.op), dict(self.args)
+        if self.op == "causal_conv1d_update":
+            args["state"] = args["state"].copy()
+            return op(**args, isa=isa), args["state"]
+        return (op(**args, isa=isa), None) if self.S is None else op(**args, isa=isa)
 
 
 @dataclass(frozen=True)
@@ -58,16 +70,21 @@ class Result:
         return self.o_error <= self.o_bound and self.S_error <= self.S_bound
 
 
-def error(got: Any, want: Array) -> float:
-    """max|got - want| / max|want|, NaN if got holds any, inf for a wrong shape."""
+def error(got: Any, want: Array | None) -> float:
+    """max|got - want| / max|want|, NaN if got holds any, inf for a wrong shape or a missing result."""
+    if want is None:
+        return 0.0
     if got is None or np.shape(got) != want.shape:
         return math.inf
     got = np.asarray(got, np.float64)
     return float(np.abs(got - want).max(initial=0.0) / max(np.abs(want).max(initial=0.0), 1e-30))
 
 
-def golden(name: str) -> Case:
-    """A stored result of flash-linear-attention's recurrent kernel; norm, gate and sigmoid in the kernel."""
+FORMS = {"fused_recurrent_kda": "", "chunk_kda": ", in blocks"}
+
+
+def golden(name: str) -> Iterator[Case]:
+    """The stored results of flash-linear-attention's two kernels; norm, gate and sigmoid in the kernel."""
     with files("kda").joinpath("data", "golden", f"{name}.npz").open("rb") as file, np.load(file) as stored:
         d = dict(stored)
     bound = float(d["lower_bound"])
@@ -78,7 +95,8 @@ def golden(name: str) -> Case:
         "allow_neg_eigval": bool(d["neg"]), "lower_bound": None if math.isnan(bound) else bound,
         "cu_seqlens": d["cu_seqlens"] if d["cu_seqlens"].size else None,
     }
-    return Case(f"stored: {name}", args, d["o_rec"], d["s_rec"])
+    for op, suffix in (("fused_recurrent_kda", "rec"), ("chunk_kda", "chunk")):
+        yield Case(f"stored: {name}{FORMS[op]}", op, args, d[f"o_{suffix}"], d[f"s_{suffix}"])
 
 
 def seeded() -> Iterator[tuple[str, dict[str, Any], float]]:
@@ -141,47 +159,71 @@ def seeded() -> Iterator[tuple[str, dict[str, Any], float]]:
     yield "2000 tokens, slow decay", args, HARD
 
 
+def epilogues() -> Iterator[Case]:
+    """The short convolution and the gated norm."""
+    rng = np.random.default_rng(8)
+
+    def normal(*dims: int) -> Array:
+        return rng.standard_normal(dims).astype(np.float32)
+
+    x, weight, bias, past = normal(1, 50, 200), normal(200, 4), normal(200), normal(3, 200, 3)
+    args: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "initial_state": past, "output_final_state": True,
+                            "cu_seqlens": np.array([0, 2, 2, 50])}
+    yield Case("short convolution, packed", "causal_conv1d", args, *reference.causal_conv1d(**args))
+    args = {"x": normal(3, 200), "state": past, "weight": weight, "bias": bias}
+    state = past.astype(np.float64)
+    yield Case("short convolution, one token", "causal_conv1d_update", args,
+               reference.causal_conv1d_update(**(args | {"state": state})), state)
+    for activation in ("sigmoid", "silu"):
+        args = {"x": normal(5, 6, 100), "gate": 4 * normal(5, 6, 100), "weight": normal(100), "activation": activation}
+        yield Case(f"gated norm, {activation}", "rms_norm_gated", args, reference.rms_norm_gated(**args))
+
+
 def cases() -> Iterator[Case]:
     """The stored results, then the seeded inputs with their float64 results."""
-    yield from map(golden, GOLDEN)
+    for name in GOLDEN:
+        yield from golden(name)
     for name, args, bound in seeded():
         o, S = reference.fused_recurrent_kda(**args)
-        assert S is not None
-        yield Case(name, args, o, S, bound + ROUNDED.get(args["v"].dtype.name, 0.0), bound)
+        for op, form in FORMS.items():
+            if args["q"].shape[1] > 1 or op == "fused_recurrent_kda":
+                yield Case(name + form, op, args, o, S, bound + ROUNDED.get(args["v"].dtype.name, 0.0), bound)
+    yield from epilogues()
 
 
-def run(names: list[str] | None = None, op: Callable[..., Any] | None = None,
+def run(names: list[str] | None = None,
         progress: Callable[[int, int, str], None] | None = None) -> tuple[list[Result], float]:
     """Every case on every ISA of `names` (default: all that run here), and the seconds it took.
 
-    On each ISA the last row compares 1 thread with all of them, bit for bit. `op` stands in for
-    fused_recurrent_kda.
+    The last rows compare 1 thread with all of them, bit for bit.
     """
-    op = op or ops.fused_recurrent_kda
     names = names or [name for name, runs_here in isas().items() if runs_here]
-    start, results, total = perf_counter(), [], len(GOLDEN) + sum(1 for _ in seeded()) + 1
-    for done, case in enumerate(cases()):
+    start, results = perf_counter(), []
+    everything = list(cases())
+    for done, case in enumerate(everything):
         if progress:
-            progress(done, total, case.name)
+            progress(done, len(everything), case.name)
         for isa in names:
-            o, S = op(**case.args, isa=isa)
+            o, S = case.run(isa)
             results.append(Result(case.name, isa, error(o, case.o), case.o_bound, error(S, case.S), case.S_bound))
-    results += [same_on_all_threads(isa, op) for isa in names]
+    large = [case for case in everything if "64 tokens" in case.name]
+    results += [same_on_all_threads(case, isa) for case in large for isa in names]
     if progress:
-        progress(total, total, "done")
+        progress(len(everything), len(everything), "done")
     return results, perf_counter() - start
 
 
-def same_on_all_threads(isa: str, op: Callable[..., Any]) -> Result:
-    """Error 0 if a decode step gives the same bits on 1 thread and on all."""
-    args, before = next(seeded())[1], get_num_threads()
-    o, S = op(**args, isa=isa)
+def same_on_all_threads(case: Case, isa: str) -> Result:
+    """Error 0 if a case gives the same bits on 1 thread and on all."""
+    before = get_num_threads()
+    o, S = case.run(isa)
     set_num_threads(1)
     try:
-        o1, S1 = op(**args, isa=isa)
+        o1, S1 = case.run(isa)
     finally:
         set_num_threads(before)
-    return Result(f"1 thread = {before} threads, bit for bit", isa, error(o1, o), 0.0, error(S1, S), 0.0)
+    form = FORMS[case.op]
+    return Result(f"1 thread = {before} threads, bit for bit{form}", isa, error(o1, o), 0.0, error(S1, S), 0.0)
 
 
 def render(results: list[Result], seconds: float) -> str:

@@ -97,13 +97,14 @@ def test_check_passes_and_covers_every_isa(capsys):
     assert "FAILED" not in out
     assert err == ""  # no progress bar where stderr is not a terminal
     for case in ("softplus gate", "bounded gate", "GVA", "K 60, V 100", "varlen", "float16", "bfloat16", "-inf",
+                 "bfloat16, in blocks", "short convolution", "gated norm, sigmoid",
                  *check.GOLDEN):
         assert case in out
 
 
-def spoiled(change):
-    """fused_recurrent_kda with its (o, S) changed."""
-    right = ops.fused_recurrent_kda
+def spoiled(change, name="fused_recurrent_kda"):
+    """A function of kda with its (o, S) changed."""
+    right = getattr(ops, name)
 
     def op(*args, **kwargs):
         o, S = right(*args, **kwargs)
@@ -125,14 +126,35 @@ def test_check_fails_when_a_result_is_wrong(monkeypatch, capsys, change):
     assert "FAILED on scalar" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("name", "case"), [
+    ("chunk_kda", "softplus gate, in blocks"),
+    ("causal_conv1d", "short convolution, packed"),
+    ("causal_conv1d_update", "short convolution, one token"),
+    ("rms_norm_gated", "gated norm, silu"),
+])
+def test_check_covers_every_function(monkeypatch, name, case):
+    right = getattr(ops, name)
+
+    def wrong(*args, **kwargs):
+        got = right(*args, **kwargs)
+        return (np.float32(1.0001) * got[0], *got[1:]) if isinstance(got, tuple) else np.float32(1.0001) * got
+
+    monkeypatch.setattr(ops, name, wrong)
+    results, _ = check.run(["scalar"])
+    failed = {r.case for r in results if not r.passed}
+    assert case in failed
+    assert len(failed) < len(results)
+
+
 @pytest.mark.skipif(not OPENMP, reason="built without threads: there is nothing to compare")
 def test_check_fails_when_threads_change_a_bit(monkeypatch):
     def change(o, S):
         return (np.nextafter(o, np.float32(9)) if kda.get_num_threads() == 1 else o), S
 
     with ceilings.threads(2):  # on one CPU as well
-        results, _ = check.run(["scalar"], op=spoiled(change))
-    assert [r.case for r in results if not r.passed] == ["1 thread = 2 threads, bit for bit"]
+        monkeypatch.setattr(ops, "chunk_kda", spoiled(change, "chunk_kda"))
+        results, _ = check.run(["scalar"])
+    assert [r.case for r in results if not r.passed] == ["1 thread = 2 threads, bit for bit, in blocks"]
 
 
 def test_check_of_one_isa_leaves_the_others_out(capsys):
