@@ -19,7 +19,7 @@ COLUMNS = [
     ["config", "weights", "layer"],
     ["session", "plan"],
     ["__init__"],
-    ["adapters", "cli", "perf", "__main__"],
+    ["adapters", "check", "cli", "perf", "__main__"],
 ]
 COLUMN = {name: i for i, names in enumerate(COLUMNS) for name in names}
 HEAVY = {"torch", "transformers", "onnx", "onnxruntime", "tensorflow", "jax", "pandas", "matplotlib", "pytest"}

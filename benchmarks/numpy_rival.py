@@ -1,0 +1,68 @@
+"""A decode step in plain numpy float32, in turn with ours; prints its times and errors as JSON.
+
+    python benchmarks/numpy_rival.py LAYERS THREADS ROUNDS
+
+A process of its own, so that OpenBLAS reads an environment without OPENBLAS_CORETYPE and OPENBLAS_L2_SIZE and
+with OPENBLAS_NUM_THREADS set, before numpy is imported.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from time import perf_counter_ns
+
+import numpy as np
+
+import kda
+from kda.perf import counts
+from kda.perf.bench import Decode
+
+
+class NumpyDecode:
+    """The same tokens through numpy: batched matrix products and in-place elementwise passes, nothing allocated
+    of the state's size after the first call."""
+
+    def __init__(self, decode):
+        self.states = decode.states.copy()
+        self.o = np.empty_like(decode.o)
+        self.update = np.empty(decode.states.shape[2:], np.float32)
+        self.inputs = [np.ascontiguousarray(x[:, 0, 0]) for x in (decode.q, decode.k, decode.v, decode.g, decode.beta)]
+        self.scale = np.float32(decode.shape.K**-0.5)
+
+    def step(self):
+        eps = np.float32(1e-6)
+        for layer, (q, k, v, g, beta) in enumerate(zip(*self.inputs, strict=True)):
+            S = self.states[layer, 0]
+            q = q * (self.scale / np.sqrt(np.sum(q * q, axis=-1, keepdims=True) + eps))
+            k = k / np.sqrt(np.sum(k * k, axis=-1, keepdims=True) + eps)
+            S *= np.exp(g)[:, :, None]
+            u = np.matmul(k[:, None, :], S)[:, 0]
+            d = beta[:, None] * (v - u)
+            np.multiply(k[:, :, None], d[:, None, :], out=self.update)
+            S += self.update
+            np.matmul(q[:, None, :], S, out=self.o[layer, 0, 0][:, None, :])
+
+    def ns(self, tokens):
+        start = perf_counter_ns()
+        for _ in range(tokens):
+            self.step()
+        return perf_counter_ns() - start
+
+
+def main():
+    layers, team, rounds = map(int, sys.argv[1:])
+    kda.set_num_threads(team)
+    ours = Decode(replace(counts.KIMI_LINEAR, layers=layers))
+    numpy = NumpyDecode(ours)
+    ours.step()
+    numpy.step()
+    o_error = np.abs(ours.o - numpy.o).max() / np.abs(numpy.o).max()
+    S_error = np.abs(ours.states - numpy.states).max() / np.abs(numpy.states).max()
+    tokens = max(1, 20 // layers)
+    pairs = [(numpy.ns(tokens) / tokens, ours.ns(tokens) / tokens) for _ in range(rounds)]
+    print(json.dumps({"o_error": float(o_error), "S_error": float(S_error), "threads": team,
+                      "numpy_ns": [n for n, _ in pairs], "kda_ns": [k for _, k in pairs]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Write the measured tables into README.md, between its markers, from the files in benchmarks/results.
+
+    kda bench -o json > benchmarks/results/decode.json
+    pytest benchmarks/test_rivals.py --benchmark-json=benchmarks/results/rivals.json
+    python benchmarks/render.py
+"""
+
+import json
+import re
+from pathlib import Path
+
+from kda.perf import bench
+from kda.perf.bench import significant
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def rivals(result):
+    """A row per rival, shape and thread count, from pytest-benchmark's JSON."""
+    lines = ["|  | by | threads | us/token | kda us/token | ratio |", "|---|---|---:|---:|---:|---:|"]
+    for info in (entry["extra_info"] for entry in result["benchmarks"]):
+        lines.append(f"| {info['what']} | {info['rival']} | {info['threads']} "
+                     f"| {significant(info['rival_us_per_token'])} | {significant(info['us_per_token'])} "
+                     f"| {info['rival_over_kda']:.1f} |")
+    return "\n".join(lines)
+
+
+def tables():
+    """The text between the markers."""
+    decode = json.loads((RESULTS / "decode.json").read_text())
+    others = json.loads((RESULTS / "rivals.json").read_text())
+    where = f"`pytest benchmarks/test_rivals.py`, {others['datetime'][:10]}, the same machine, ISA " \
+            f"{others['machine_info']['isa']}; in turn in one process, ratios of neighbouring rounds (median):"
+    return "\n\n".join([bench.render(decode, "md"), where, rivals(others)])
+
+
+def updated(readme):
+    """README text with fresh tables."""
+    return re.sub(r"(<!-- results -->\n).*(\n<!-- end of results -->)", lambda m: m[1] + tables() + m[2], readme,
+                  flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    path = ROOT / "README.md"
+    path.write_text(updated(path.read_text()))

@@ -1,0 +1,80 @@
+"""The `kda` command: info, check, bench."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+import kda
+from kda import check, runtime
+from kda.perf import bench
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of every subcommand."""
+    top = argparse.ArgumentParser(prog="kda", description="Kimi Delta Attention on CPUs.")
+    top.add_argument("--version", action="version", version=f"kda {kda.__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="info | check | bench")
+
+    info = commands.add_parser("info", help="the ISA chosen and why, the others, threads and caches")
+    info.add_argument("-o", "--output", choices=["text", "json"], default="text")
+    info.set_defaults(run=run_info)
+
+    checks = commands.add_parser(
+        "check", help="compare every ISA of this machine with the float64 reference and stored results",
+        description="Exit status 1 if any error exceeds its bound or is NaN.")
+    checks.set_defaults(run=run_check)
+
+    measure = commands.add_parser(
+        "bench", help="time the decode step of Kimi-Linear and K3 beside this machine's limits",
+        description="One decode step of Kimi-Linear (one KDA layer, all 20) and of K3 (one layer, all 69), on 1 thread "
+                    "and on all. The limits are measured in the same process, in turn with the step.")
+    measure.add_argument("-o", "--output", choices=["text", "md", "json"], default="text")
+    measure.add_argument("--quick", action="store_true", help="3 seconds instead of 20, without K3's 69 layers")
+    measure.set_defaults(run=run_bench)
+
+    for command in (checks, measure):
+        command.add_argument("--isa", metavar="NAME", help="one of kda.isas(); default: "
+                             + ("all that run here" if command is checks else "the one of kda info"))
+        command.add_argument("--threads", type=int, metavar="N", help="at most N threads; default: kda info's")
+    return top
+
+
+def run_info(args: argparse.Namespace) -> int:
+    if args.output == "json":
+        print(json.dumps({"version": kda.__version__, **runtime.runtime_info()}, indent=2))
+    else:
+        print(f"kda        {kda.__version__}")
+        runtime.show_runtime()
+    return 0
+
+
+def run_check(args: argparse.Namespace) -> int:
+    results, seconds = check.run([args.isa] if args.isa else None, progress=bench.progress_bar())
+    print(check.render(results, seconds))
+    return 0 if all(r.passed for r in results) else 1
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    words = ["kda bench", f"-o {args.output}" if args.output != "text" else "", "--quick" if args.quick else "",
+             f"--isa {args.isa}" if args.isa else "", f"--threads {args.threads}" if args.threads else ""]
+    result = bench.run(args.quick, args.isa, progress=bench.progress_bar(), command=" ".join(filter(None, words)))
+    print(json.dumps(result, indent=2) if args.output == "json" else bench.render(result, args.output))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns its exit status: 0, 1 for a failed check, 2 for a request that cannot be met."""
+    args = parser().parse_args(argv)
+    for option, use in (("isa", runtime.isa_index), ("threads", runtime.set_num_threads)):
+        value = getattr(args, option, None)
+        try:
+            if value is not None:
+                use(value)
+        except ValueError as wrong:
+            print(f"kda {args.command} --{option}: {wrong}", file=sys.stderr)
+            return 2
+    status: int = args.run(args)
+    return status

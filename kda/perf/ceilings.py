@@ -1,0 +1,59 @@
+"""What this machine does when nothing but the limit is in the way: two probes in the same C as the kernels.
+
+A ceiling says something about a kernel only when both are timed in the same process, alternating: on a shared
+machine either moves by tens of percent from second to second, and their ratio by a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter_ns
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kda import _core
+from kda.runtime import get_num_threads, isa_index, set_num_threads
+
+
+@contextmanager
+def threads(n: int) -> Iterator[int]:
+    """At most n threads per call inside the block; yields how many a large call really uses."""
+    before = get_num_threads()
+    set_num_threads(n)
+    try:
+        yield get_num_threads()
+    finally:
+        set_num_threads(before)
+
+
+def inplace_ns(s: NDArray[np.float32], isa: str | None = None) -> int:
+    """Nanoseconds of one pass s = 0.99 s + 0.01 in place over contiguous float32 of any shape."""
+    flat, row = s.reshape(-1), isa_index(isa)
+    start = perf_counter_ns()
+    _core.probe_update(row, flat)
+    return perf_counter_ns() - start
+
+
+def fma_rounds(isa: str | None = None, ns: int = 400_000) -> int:
+    """Rounds of the FMA probe that take at least `ns`: long enough to hide the waking of threads."""
+    row, rounds = isa_index(isa), 500
+    start = end = perf_counter_ns()
+    while end - start < ns:
+        rounds *= 2
+        start = perf_counter_ns()
+        _core.probe_fma(row, rounds)
+        end = perf_counter_ns()
+    return rounds
+
+
+def fma_rate(rounds: int, isa: str | None = None) -> float:
+    """Multiply-add lanes per nanosecond over all threads: `rounds` of 12 independent vector FMA in registers.
+
+    One lane of a multiply-add instruction counts as one; the FLOP rate is twice this.
+    """
+    row = isa_index(isa)
+    start = perf_counter_ns()
+    lanes = _core.probe_fma(row, rounds)
+    return lanes / (perf_counter_ns() - start)

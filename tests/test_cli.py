@@ -1,0 +1,368 @@
+"""The kda command: what it prints, its exit status, and the numbers it counts with."""
+
+import io
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import kda
+from kda import _core, check, ops
+from kda.cli import main
+from kda.perf import bench, ceilings, counts
+
+HERE = [name for name, runs_here in kda.isas().items() if runs_here]
+OPENMP = _core.threading() == "openmp"
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before():
+    before = kda.get_num_threads()
+    yield
+    kda.set_num_threads(before)
+
+
+# ---- counts ----
+
+def test_counts_of_one_kimi_linear_layer():
+    shape = counts.KIMI_LINEAR_LAYER
+    assert (shape.H, shape.HV, shape.K, shape.V, shape.layers) == (32, 32, 128, 128, 1)
+    assert shape.mac == 1_572_864
+    assert shape.flop == 3_145_728
+    assert shape.flop_with_decay == 3_670_016
+    assert shape.state_bytes == 2_097_152
+    assert shape.traffic_bytes == 4_194_304
+    assert shape.lane_ops == 2_097_152
+
+
+def test_counts_of_all_layers():
+    assert (counts.KIMI_LINEAR.layers, counts.KIMI_LINEAR.state_bytes) == (20, 41_943_040)
+    assert (counts.K3.layers, counts.K3.H, counts.K3.state_bytes) == (69, 96, 434_110_464)
+    assert counts.K3_LAYER.mac == 4_718_592
+
+
+def test_counts_with_uneven_heads_and_sizes():
+    shape = counts.Shape("x", H=2, HV=6, K=3, V=5, layers=2)
+    assert (shape.elements, shape.mac, shape.flop, shape.flop_with_decay) == (180, 540, 1080, 1260)
+
+
+@pytest.mark.parametrize(("name", "layers", "full"), [
+    ("kimi_linear_48b", 27, [4, 8, 12, 16, 20, 24, 27]),
+    ("kimi_k3", 93, [*range(4, 93, 4), 93]),
+])
+def test_layer_lists_count_from_one_and_cover_the_model(name, layers, full):
+    config = counts.model_config(name)
+    kda_layers, full_layers = (config["linear_attn_config"][key] for key in ("kda_layers", "full_attn_layers"))
+    assert full_layers == full
+    assert sorted(kda_layers + full_layers) == list(range(1, layers + 1))
+    assert config["num_hidden_layers"] == layers
+
+
+def test_the_two_models_differ_in_their_gates():
+    k3, linear = (counts.model_config(name)["linear_attn_config"] for name in ("kimi_k3", "kimi_linear_48b"))
+    assert (k3["gate_lower_bound"], k3["use_full_rank_gate"]) == (-5.0, True)
+    assert "gate_lower_bound" not in linear
+    assert "use_full_rank_gate" not in linear
+
+
+# ---- info ----
+
+def test_info(capsys):
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert kda.__version__ in out
+    assert all(name in out for name in kda.isas())
+
+
+def test_info_json(capsys):
+    assert main(["info", "-o", "json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert info["version"] == kda.__version__
+    assert info["isa"] in HERE
+    assert info["threads"] == kda.get_num_threads()
+    for name, state in info["isas"].items():
+        assert (state == "runs here") == (name in HERE)
+
+
+# ---- check ----
+
+def test_check_passes_and_covers_every_isa(capsys):
+    assert main(["check"]) == 0
+    out, err = capsys.readouterr()
+    header = out.splitlines()[0]
+    assert all(f"{isa}: o, S" in header for isa in HERE)
+    assert "0 failed" in out
+    assert "FAILED" not in out
+    assert err == ""  # no progress bar where stderr is not a terminal
+    for case in ("softplus gate", "bounded gate", "GVA", "K 60, V 100", "varlen", "float16", "bfloat16", "-inf",
+                 "bfloat16, in blocks", "short convolution", "gated norm, sigmoid",
+                 *check.GOLDEN):
+        assert case in out
+
+
+def spoiled(change, name="fused_recurrent_kda"):
+    """A function of kda with its (o, S) changed."""
+    right = getattr(ops, name)
+
+    def op(*args, **kwargs):
+        o, S = right(*args, **kwargs)
+        return change(o, S)
+    return op
+
+
+@pytest.mark.parametrize("change", [
+    pytest.param(lambda o, S: (o * np.float32(1.00001), S), id="o"),
+    pytest.param(lambda o, S: (o, S * np.float32(1.00001)), id="S"),
+    pytest.param(lambda o, S: (np.where(np.arange(o.size).reshape(o.shape) == 5, np.nan, o), S), id="a NaN in o"),
+    pytest.param(lambda o, S: (o, np.full_like(S, np.nan)), id="NaN in S"),
+    pytest.param(lambda o, S: (o[..., :1], S), id="shape"),
+    pytest.param(lambda o, S: (o, None), id="no state"),
+])
+def test_check_fails_when_a_result_is_wrong(monkeypatch, capsys, change):
+    monkeypatch.setattr(ops, "fused_recurrent_kda", spoiled(change))
+    assert main(["check", "--isa", "scalar"]) == 1
+    assert "FAILED on scalar" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "case"), [
+    ("chunk_kda", "softplus gate, in blocks"),
+    ("causal_conv1d", "short convolution, packed"),
+    ("causal_conv1d_update", "short convolution, one token"),
+    ("rms_norm_gated", "gated norm, silu"),
+])
+def test_check_covers_every_function(monkeypatch, name, case):
+    right = getattr(ops, name)
+
+    def wrong(*args, **kwargs):
+        got = right(*args, **kwargs)
+        return (np.float32(1.0001) * got[0], *got[1:]) if isinstance(got, tuple) else np.float32(1.0001) * got
+
+    monkeypatch.setattr(ops, name, wrong)
+    results, _ = check.run(["scalar"])
+    failed = {r.case for r in results if not r.passed}
+    assert case in failed
+    assert len(failed) < len(results)
+
+
+@pytest.mark.skipif(not OPENMP, reason="built without threads: there is nothing to compare")
+def test_check_fails_when_threads_change_a_bit(monkeypatch):
+    def change(o, S):
+        return (np.nextafter(o, np.float32(9)) if kda.get_num_threads() == 1 else o), S
+
+    with ceilings.threads(2):  # on one CPU as well
+        monkeypatch.setattr(ops, "chunk_kda", spoiled(change, "chunk_kda"))
+        results, _ = check.run(["scalar"])
+    assert [r.case for r in results if not r.passed] == ["1 thread = 2 threads, bit for bit, in blocks"]
+
+
+def test_check_of_one_isa_leaves_the_others_out(capsys):
+    assert main(["check", "--isa", "scalar", "--threads", "1"]) == 0
+    header = capsys.readouterr().out.splitlines()[0]
+    assert "scalar" in header
+    assert not [name for name in HERE if name != "scalar" and name in header]
+
+
+def test_relative_error():
+    want = np.array([1.0, -4.0])
+    assert check.error(np.array([1.0, -4.0]), want) == 0.0
+    assert check.error(np.array([1.0, -3.0]), want) == 0.25
+    assert np.isnan(check.error(np.array([1.0, np.nan]), want))
+    assert check.error(np.array([1.0]), want) == np.inf
+
+
+# ---- bench ----
+
+SMALL = [counts.Shape("small", 2, 2, 16, 24), counts.Shape("small", 2, 4, 16, 24, layers=3)]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(bench, "plan_rows", lambda quick: (SMALL, ["something: left out"]))
+
+
+def test_bench_json(small, capsys):
+    assert main(["bench", "--quick", "-o", "json", "--threads", "2"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert err == ""
+    assert result["command"] == "kda bench -o json --quick --threads 2"
+    assert result["machine"]["isa"] in HERE
+    assert result["left_out"] == ["something: left out"]
+    assert [(row["name"], row["threads"]) for row in result["rows"]] == [
+        (name, n) for name in ("small, 1 layer", "small, 3 layers") for n in ([1, 2] if OPENMP else [1])]
+    for row in result["rows"]:
+        assert set(row) == set(result["fields"])
+        assert row["mac_per_token"] == row["layers"] * row["heads"] * 3 * 16 * 24
+        assert row["flop_per_token"] == 2 * row["mac_per_token"]
+        assert row["traffic_bytes_per_token"] == row["layers"] * row["heads"] * 16 * 24 * 8
+        assert row["GB_per_s"] * row["us_per_token"] * 1e3 == pytest.approx(row["traffic_bytes_per_token"])
+        assert 0 < row["us_per_token_min"] <= row["us_per_token"]
+        assert row["samples"] >= 5
+        assert min(row["share_of_inplace"], row["share_of_fma"], row["fma_peak_G_lanes_per_s"]) > 0
+
+
+def test_bench_tables(small, capsys):
+    assert main(["bench", "--quick", "--isa", "scalar"]) == 0
+    text = capsys.readouterr().out
+    assert "ISA scalar" in text
+    assert "small, 3 layers" in text
+    assert main(["bench", "--quick", "-o", "md"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("| " + " | ".join(bench.COLUMNS) + " |")
+    assert lines[start + 1].count("|") == lines[start].count("|") == lines[start + 2].count("|")
+    assert lines[start + 2].startswith("| small, 1 layer |")
+    assert "something: left out" in lines
+
+
+def test_a_noisy_row_is_named():
+    row = {"name": "small, 1 layer", "threads": 2, "us_per_token_min": 10.0, "state_bytes": 2**20, "mac_per_token": 3,
+           "flop_per_token": 6, "GB_per_s": 1.0, "share_of_inplace": 0.5, "share_of_fma": 0.25}
+    result = {"machine": bench.machine(None), "command": "kda bench", "date": "2026-01-01T00:00:00", "left_out": []}
+    quiet = bench.render(result | {"rows": [row | {"us_per_token": 14.9}]}, "md")
+    assert "| small, 1 layer | 1 MiB | 2 | 14.9 (10.0) | 3 | 6 | 1.0 | 50% | 25% |" in quiet
+    assert "measure again" not in quiet
+    noisy = bench.render(result | {"rows": [row | {"us_per_token": 30.0}]}, "text")
+    assert noisy.endswith("small, 1 layer, 2 threads: the median is 3.0 times the fastest sample; something else was "
+                          "running, measure again")
+
+
+def test_bench_runs_the_models():
+    shapes, left_out = bench.plan_rows(quick=True)
+    assert [bench.title(s) for s in shapes] == ["Kimi-Linear, 1 layer", "Kimi-Linear, 20 layers", "Kimi K3, 1 layer"]
+    assert left_out == ["Kimi K3, 69 layers: left out by --quick"]
+
+
+def test_bench_takes_all_of_k3_where_memory_allows(monkeypatch):
+    monkeypatch.setattr(bench, "available_bytes", lambda: 868_220_928)
+    assert bench.title(bench.plan_rows(quick=False)[0][-1]) == "Kimi K3, 69 layers"
+    monkeypatch.setattr(bench, "available_bytes", lambda: 868_220_927)
+    shapes, left_out = bench.plan_rows(quick=False)
+    assert bench.title(shapes[-1]) == "Kimi K3, 1 layer"
+    assert left_out == ["Kimi K3, 69 layers: left out, 434110464 bytes of state and only 868220927 free"]
+
+
+def test_derived_numbers():
+    shape = counts.Shape("x", H=1, HV=1, K=10, V=10)  # 400 bytes, 300 MAC, 400 lane operations
+    row = bench.derive(shape, step_ns=[100, 200, 400], pass_ns=[50, 50, 400], peak=[8.0, 8.0, 8.0])
+    assert row["us_per_token"] == 0.2
+    assert row["us_per_token_min"] == 0.1
+    assert row["GB_per_s"] == 4.0
+    assert row["GFLOP_per_s"] == 3.0
+    assert row["share_of_inplace"] == 0.5  # of 0.5, 0.25 and 1
+    assert row["share_of_fma"] == 0.25     # of 0.5, 0.25 and 0.125
+
+
+def test_decode_advances_the_states_as_the_reference_does():
+    from kda import reference
+    decode = bench.Decode(SMALL[1])
+    assert decode.states.shape == (3, 1, 4, 16, 24)
+    want = [reference.fused_recurrent_kda(
+        decode.q[i], decode.k[i], decode.v[i], decode.g[i], decode.beta[i], initial_state=decode.states[i],
+        output_final_state=True, use_qk_l2norm_in_kernel=True) for i in range(3)]
+    decode.step()
+    for i, (o, S) in enumerate(want):
+        np.testing.assert_allclose(decode.o[i], o, rtol=0, atol=2e-6 * np.abs(o).max())
+        np.testing.assert_allclose(decode.states[i], S, rtol=0, atol=2e-6 * np.abs(S).max())
+
+
+def test_large_states_start_on_a_cache_line():
+    assert bench.Decode(counts.KIMI_LINEAR_LAYER).states.ctypes.data % 64 == 0
+
+
+def test_bench_refuses_numbers_of_a_broken_kernel(monkeypatch):
+    decode = bench.Decode(SMALL[0])
+    decode.v[:] = np.nan
+    with pytest.raises(RuntimeError, match="NaN or infinity"):
+        bench.measure(SMALL[0], 1, seconds=0.0, decode=decode)
+
+
+# ---- ceilings ----
+
+@pytest.mark.parametrize("isa", HERE)
+def test_the_in_place_pass_touches_every_element_once(isa):
+    s = np.full((3, 1001), 2.0, np.float32)
+    assert ceilings.inplace_ns(s, isa) > 0
+    np.testing.assert_allclose(s, 0.99 * 2.0 + 0.01, rtol=1e-6)
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_the_fma_probe_takes_as_long_as_asked(isa):
+    rounds = ceilings.fma_rounds(isa, ns=50_000)
+    assert rounds >= 1000
+    assert ceilings.fma_rate(rounds, isa) > 0
+
+
+def test_threads_are_restored():
+    before = kda.get_num_threads()
+    with ceilings.threads(1) as n:
+        assert n == kda.get_num_threads() == 1
+    assert kda.get_num_threads() == before
+
+
+# ---- progress, errors, the process ----
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_bar_only_on_a_terminal():
+    assert bench.progress_bar(io.StringIO()) is None
+    terminal = Terminal()
+    draw = bench.progress_bar(terminal)
+    draw(1, 4, "half a row")
+    assert "[######..................] 1/4 half a row" in terminal.getvalue()
+    draw(4, 4, "done")
+    assert terminal.getvalue().endswith("\r\x1b[K")  # the line is left empty
+
+
+@pytest.mark.parametrize("command", ["check", "bench"])
+@pytest.mark.parametrize(("option", "value", "message"), [
+    ("--isa", "mmx", "there is no such ISA in this build; available here:"),
+    ("--threads", "0", "expected 1 to 1024 threads, got 0"),
+])
+def test_impossible_requests(capsys, command, option, value, message):
+    assert main([command, option, value]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"kda {command} {option}: ")
+    assert message in err
+
+
+@pytest.mark.parametrize("argv", [[], ["measure"], ["bench", "-o", "xml"], ["check", "--threads", "many"]])
+def test_usage_errors(capsys, argv):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+    assert "usage: kda" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"kda {kda.__version__}\n"
+
+
+def run(*argv):
+    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, check=False)
+
+
+def test_as_a_process():
+    done = run("-m", "kda", "check", "--isa", "scalar")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "0 failed" in done.stdout
+    done = run("-m", "kda", "check", "--isa", "mmx")
+    assert done.returncode == 2
+    assert done.stderr.startswith("kda check --isa: isa='mmx'")
+
+
+def test_a_failed_check_fails_the_process():
+    wrong = ("import sys; from kda import ops, cli; right = ops.fused_recurrent_kda; "
+             "ops.fused_recurrent_kda = lambda *a, **k: tuple(2 * x for x in right(*a, **k)); "
+             "sys.exit(cli.main(['check', '--isa', 'scalar']))")
+    done = run("-c", wrong)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "FAILED on scalar" in done.stdout

@@ -1,0 +1,56 @@
+"""What the README says can be pasted, is pasted; what it says was measured, is in the result files."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kda
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_quickstart_runs_as_pasted():
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "(1, 1, 32, 128) (1, 32, 128, 128)\n"
+
+
+def test_the_two_commands():
+    commands = re.findall(r"```sh\n(.*?)\n```", README, flags=re.DOTALL)
+    assert commands[:2] == [
+        "python3 -m venv .venv && .venv/bin/pip install . && .venv/bin/kda bench",
+        "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest",
+    ]
+
+
+def test_every_public_function_and_isa_is_listed():
+    for name in kda.__all__:
+        assert f"`kda.{name}(" in README, name
+    table = (ROOT / "kda" / "_simd" / "isa_table.h").read_text()
+    names = re.findall(r"^ISA\((\w+),", table, flags=re.MULTILINE)
+    assert len(names) >= 4
+    for name in names:
+        assert f"| `{name}` |" in README, name
+
+
+def test_the_measured_tables_come_from_the_result_files():
+    spec = importlib.util.spec_from_file_location("render", ROOT / "benchmarks" / "render.py")
+    render = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(render)
+    assert render.updated(README) == README
+    assert README.count("| Kimi-Linear, 20 layers |") >= 2
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_files_that_documents_name_exist(name):
+    text = (ROOT / name).read_text()
+    paths = re.findall(r"`((?:kda|benchmarks|tests|tools)/[\w./]*)`", text)
+    assert paths
+    for path in paths:
+        assert (ROOT / path).exists(), path
