@@ -19,7 +19,7 @@ import kda
 from kda import _core
 
 ROOT = Path(__file__).parent.parent
-BASE = {"cpu", "dispatch", "threads", "recurrent"}
+BASE = {"cpu", "dispatch", "threads", "jobs"}
 LIBRARY = {"expf", "log1pf", "sqrtf"}  # libm, from isa_scalar.c
 COMPILER_MADE = {"_GLOBAL_OFFSET_TABLE_", "__stack_chk_fail", "__stack_chk_guard"}
 

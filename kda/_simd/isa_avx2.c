@@ -13,7 +13,6 @@
 #error "isa_avx2.c needs -mavx2 -mfma -mf16c"
 #endif
 #include <immintrin.h>
-#include <math.h>
 
 #include "kernels.h"
 #include "lanes.h"

@@ -12,7 +12,6 @@
 #error "isa_avx512.c needs -mavx512f -mavx512bw -mavx512vl -mavx512dq"
 #endif
 #include <immintrin.h>
-#include <math.h>
 
 #include "kernels.h"
 #include "lanes.h"

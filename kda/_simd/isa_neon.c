@@ -11,7 +11,6 @@
 #error "isa_neon.c needs Advanced SIMD"
 #endif
 #include <arm_neon.h>
-#include <math.h>
 
 #include "kernels.h"
 #include "lanes.h"

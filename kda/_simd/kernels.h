@@ -49,7 +49,7 @@ typedef void kda_gate_fn(float *y, const float *x, const float *bias, float ea, 
 
 /* One token's q, k and log decay g, ready for the two kernels below:
  *     q_out = q * scale / sqrt(sum(q * q) + eps), k_out = k / sqrt(sum(k * k) + eps), decay = e^g
- * eps < 0: no norm, q_out = q * scale and k_out = k. decay == g is allowed. */
+ * eps < 0: no norm, q_out = q * scale and k_out = k. q_out == q, k_out == k and decay == g are allowed. */
 typedef void kda_prepare_fn(float *q_out, float *k_out, float *decay, const float *q, const float *k,
                             const float *g, float scale, float eps, ptrdiff_t K);
 
