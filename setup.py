@@ -6,7 +6,7 @@ compiler and nothing more. Environment, for tests and packagers:
     KDA_CFLAGS="..."    flags added to every file and to the link (warnings as errors, sanitizers, -g)
     KDA_OPENMP=0        build without threads
     KDA_ABI3=0          build for one Python version only
-    KDA_EMULATE=avx512  build that ISA as portable C over SIMD Everywhere, see tools/emulate/avx512.h
+    KDA_EMULATE=avx512  build the AVX-512 rows as portable C over SIMD Everywhere, see tools/emulate/avx512.h
 """
 import os
 import platform
@@ -30,7 +30,8 @@ ABI3 = os.environ.get("KDA_ABI3", "1") != "0" and not sysconfig.get_config_var("
 # -ffp-contract=off: a * b + c is rounded twice on every machine unless the code asks for a fused one.
 GNU_FLAGS = ["-O2", "-g0", "-std=c11", "-ffp-contract=off", "-fno-lto", "-fvisibility=hidden"]
 GNU_WARNINGS = ["-Wall", "-Wextra", "-Wconversion"]  # not for the C that Cython writes
-EMULATED = {"avx512": ["-mavx2", "-mfma", "-mf16c", "-Wno-psabi", "-include", "tools/emulate/avx512.h"]}
+EMULATION = ["-mavx2", "-mfma", "-mf16c", "-Wno-psabi", "-include", "tools/emulate/avx512.h"]
+EMULATED = {"avx512": EMULATION, "avx512bf16": ["-DHAVE_PAIRS=1", *EMULATION]}
 MSVC_FLAGS = ["/O2", "/std:c11", "/fp:precise"]
 
 if sys.platform == "darwin" and sysconfig.get_platform().endswith("universal2") and "ARCHFLAGS" not in os.environ:
@@ -46,7 +47,7 @@ def machine_of(plat_name):
 
 def isa_rows(machine):
     """[(name, GCC flags, MSVC flags)] of isa_table.h for one machine."""
-    rows = re.findall(r'^ISA\((\w+), (\w+), [^"]*"([^"]*)", "([^"]*)"\)', (SIMD / "isa_table.h").read_text(), re.M)
+    rows = re.findall(r'^ISA\((\w+),\s(\w+),\s[^"]*"([^"]*)",\s"([^"]*)"\)', (SIMD / "isa_table.h").read_text(), re.M)
     return [(name, gnu.split(), msvc.split()) for name, where, gnu, msvc in rows if where in (machine, "ANY")]
 
 
@@ -81,7 +82,7 @@ def compile_objects(compiler, machine, folder, openmp):
     """Compiles kda/_simd for one machine into `folder`; returns the object files. `openmp`: flags of threads.c."""
     msvc = compiler.compiler_type == "msvc"
     flags = MSVC_FLAGS if msvc else GNU_FLAGS + GNU_WARNINGS
-    emulated = {name: EMULATED[name] for name in os.environ.get("KDA_EMULATE", "").split()}
+    emulated = EMULATED if os.environ.get("KDA_EMULATE") == "avx512" else {}
     jobs = [(SIMD / name, openmp if name == "threads.c" else []) for name in BASE_SOURCES]
     if emulated:
         jobs[BASE_SOURCES.index("cpu.c")] = (Path("tools/emulate/cpu.c"), [])

@@ -4,6 +4,7 @@ F_GATE: int
 F_BOUNDED: int
 F_BETA_SIGMOID: int
 F_NEG_EIGVAL: int
+F_BF16: int
 BLOCK: int
 CONV_MAX: int
 IDENTITY: int

@@ -24,6 +24,7 @@ F_GATE = KDA_GATE
 F_BOUNDED = KDA_BOUNDED
 F_BETA_SIGMOID = KDA_BETA_SIGMOID
 F_NEG_EIGVAL = KDA_NEG_EIGVAL
+F_BF16 = KDA_BF16_BLOCKS
 BLOCK = KDA_BLOCK
 CONV_MAX = KDA_CONV_MAX
 IDENTITY = KDA_IDENTITY
@@ -55,7 +56,8 @@ def kernel_addresses(int isa):
         "exp": <size_t>t.exp, "sigmoid": <size_t>t.sigmoid, "softplus": <size_t>t.softplus,
         "l2norm": <size_t>t.l2norm,
         "gate_softplus": <size_t>t.gate_softplus, "gate_bounded": <size_t>t.gate_bounded,
-        "prepare": <size_t>t.prepare, "step": <size_t>t.step, "block": <size_t>t.block, "conv": <size_t>t.conv,
+        "prepare": <size_t>t.prepare, "step": <size_t>t.step, "block": <size_t>t.block,
+        "block_bf16": <size_t>t.block_bf16, "conv": <size_t>t.conv,
         "conv_step": <size_t>t.conv_step, "norm_gated": <size_t>t.norm_gated,
         "probe_update": <size_t>t.probe_update, "probe_fma": <size_t>t.probe_fma,
     }

@@ -27,6 +27,7 @@ cdef extern from "kernels.h" nogil:
         void *prepare
         void *step
         void *block
+        void *block_bf16
         void *conv
         void *conv_step
         void *norm_gated
@@ -58,6 +59,7 @@ cdef extern from "jobs.h" nogil:
         KDA_BOUNDED
         KDA_BETA_SIGMOID
         KDA_NEG_EIGVAL
+        KDA_BF16_BLOCKS
 
     struct kda_tensor:
         void *data

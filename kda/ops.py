@@ -240,6 +240,7 @@ def chunk_kda(
     return_intermediate_states: bool = False,
     disable_recompute: bool = False,
     *,
+    precision: str = "float32",
     out: Array | None = None,
     state_out: Array | None = None,
     isa: str | None = None,
@@ -256,6 +257,8 @@ def chunk_kda(
     chunk_size : spacing in tokens of the intermediate states, >= 1. It is not the kernel's block, and unless
         intermediate states are asked for it changes nothing.
     return_intermediate_states : also return the state after every chunk_size whole tokens of each sequence.
+    precision : "float32", or "bf16": the operands of the products with the state are rounded to bfloat16, the
+        state and all sums stay float32. Errors of about 0.3 % of the largest value; faster only on avx512bf16.
     safe_gate, disable_recompute : accepted for fla's callers; this kernel is safe for every gate.
 
     Returns
@@ -267,14 +270,16 @@ def chunk_kda(
 
     Raises
     ------
-    As fused_recurrent_kda; ValueError for chunk_size < 1.
+    As fused_recurrent_kda; ValueError for chunk_size < 1 or an unknown precision.
     """
+    if precision not in ("float32", "bf16"):
+        raise ValueError(f"precision: expected 'float32' or 'bf16', got {precision!r}")
     if isinstance(chunk_size, bool) or not hasattr(chunk_size, "__index__") or chunk_size < 1:
         raise ValueError(f"chunk_size: expected an int >= 1, got {chunk_size!r}")
     o, final, states = _delta(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, state_v_first, cu_seqlens,
-        out, state_out, isa, int(chunk_size), return_intermediate_states)
+        out, state_out, isa, int(chunk_size), return_intermediate_states, precision == "bf16")
     return (o, final, states) if return_intermediate_states else (o, final)
 
 
@@ -283,6 +288,7 @@ def _delta(
     output_final_state: bool, use_qk_l2norm_in_kernel: bool, use_gate_in_kernel: bool,
     use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, lower_bound: float | None, state_v_first: bool,
     cu_seqlens: Any, out: Any, state_out: Any, isa: str | None, chunk_size: int | None, intermediate: bool,
+    bf16: bool = False,
 ) -> tuple[Array, NDArray[np.float32] | None, NDArray[np.float32] | None]:
     """The two forms of the delta rule: token by token (chunk_size None) or in blocks."""
     row = isa_index(isa)
@@ -307,7 +313,7 @@ def _delta(
     if beta.shape != (B, T, HV):
         raise _shape_error("beta", beta, (B, T, HV), " (HV of v)")
 
-    flags = 0
+    flags = _core.F_BF16 if bf16 else 0
     if use_gate_in_kernel:
         flags |= _gate_flags(A_log, lower_bound)
         A_log = _floats("A_log", A_log, HV, "HV: one per value head")

@@ -36,6 +36,7 @@ SIGNATURES = {
     "step": (P, P, P, P, P, P, P, P, c_float, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
     "prepare": (P, P, P, P, P, P, c_float, c_float, c_ssize_t),
     "block": (P, P, P, P, P, P, P, P, *[c_ssize_t] * 6),
+    "block_bf16": (P, P, P, P, P, P, P, P, *[c_ssize_t] * 6),
     "conv": (P, P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_int, c_int),
     "conv_step": (P, P, P, P, P, c_ssize_t, c_int, c_int),
     "norm_gated": (P, P, P, P, c_float, c_ssize_t, c_int),

@@ -6,15 +6,17 @@
 
 #if defined(_MSC_VER)
 #include <intrin.h>
-static void cpuid(uint32_t leaf, uint32_t r[4]) {
+static void cpuid(uint32_t leaf, uint32_t subleaf, uint32_t r[4]) {
     int v[4];
-    __cpuidex(v, (int)leaf, 0);
+    __cpuidex(v, (int)leaf, (int)subleaf);
     for (int i = 0; i < 4; i++) r[i] = (uint32_t)v[i];
 }
 static uint32_t xcr0(void) { return (uint32_t)_xgetbv(0); }
 #else
 #include <cpuid.h>
-static void cpuid(uint32_t leaf, uint32_t r[4]) { __cpuid_count(leaf, 0, r[0], r[1], r[2], r[3]); }
+static void cpuid(uint32_t leaf, uint32_t subleaf, uint32_t r[4]) {
+    __cpuid_count(leaf, subleaf, r[0], r[1], r[2], r[3]);
+}
 static uint32_t xcr0(void) {
     uint32_t lo, hi;
     __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0)); /* the intrinsic would need -mxsave */
@@ -25,14 +27,14 @@ static uint32_t xcr0(void) {
 uint32_t kda_cpu_features(void) {
     enum { OSXSAVE = 1 << 27, YMM = 0x06, ZMM = 0xe6 }; /* xcr0: sse|avx; + opmask|zmm_hi|hi16_zmm */
     uint32_t r[4], found = 0;
-    cpuid(0, r);
+    cpuid(0, 0, r);
     if (r[0] < 7) return 0;
-    cpuid(1, r);
+    cpuid(1, 0, r);
     uint32_t c1 = r[2];
     if (!(c1 & OSXSAVE)) return 0;
     uint32_t saved = xcr0();
-    cpuid(7, r);
-    uint32_t b7 = r[1];
+    cpuid(7, 0, r);
+    uint32_t b7 = r[1], subleaves = r[0];
     if ((saved & YMM) == YMM) {
         if (c1 >> 12 & 1) found |= KDA_FMA;
         if (c1 >> 29 & 1) found |= KDA_F16C;
@@ -43,6 +45,10 @@ uint32_t kda_cpu_features(void) {
         if (b7 >> 17 & 1) found |= KDA_AVX512DQ;
         if (b7 >> 30 & 1) found |= KDA_AVX512BW;
         if (b7 >> 31 & 1) found |= KDA_AVX512VL;
+        if (subleaves >= 1) {
+            cpuid(7, 1, r);
+            if (r[0] >> 5 & 1) found |= KDA_AVX512BF16;
+        }
     }
     return found;
 }

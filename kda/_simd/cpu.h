@@ -11,7 +11,8 @@ enum {
     KDA_AVX512BW = 1 << 4,
     KDA_AVX512VL = 1 << 5,
     KDA_AVX512DQ = 1 << 6,
-    KDA_NEON = 1 << 7
+    KDA_NEON = 1 << 7,
+    KDA_AVX512BF16 = 1 << 8
 };
 
 uint32_t kda_cpu_features(void);

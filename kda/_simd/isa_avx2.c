@@ -84,12 +84,19 @@ KDA_INLINE f32xw vload_bf16(const uint16_t *p) {
     __m128i h = _mm_loadu_si128((const __m128i *)(const void *)p);
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
-KDA_INLINE void vstore_bf16(uint16_t *p, f32xw x) { /* add 0x7fff and the lowest kept bit; NaN: quiet it */
+/* Round to nearest even: add 0x7fff and the lowest kept bit; NaN: quiet it. The low halves are left as they fall.
+ */
+KDA_INLINE __m256i rounded_up_bf16(f32xw x) {
     __m256i b = _mm256_castps_si256(x), low = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));
     __m256i up = _mm256_add_epi32(b, _mm256_add_epi32(low, _mm256_set1_epi32(0x7fff)));
     __m256i nan = _mm256_or_si256(b, _mm256_set1_epi32(0x400000));
-    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    __m256i top = _mm256_srli_epi32(_mm256_blendv_epi8(up, nan, is_nan), 16);
+    return _mm256_blendv_epi8(up, nan, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
+KDA_INLINE f32xw vround_bf16(f32xw x) {
+    return _mm256_castsi256_ps(_mm256_and_si256(rounded_up_bf16(x), _mm256_set1_epi32(-65536)));
+}
+KDA_INLINE void vstore_bf16(uint16_t *p, f32xw x) {
+    __m256i top = _mm256_srli_epi32(rounded_up_bf16(x), 16);
     __m128i h = _mm_packus_epi32(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1));
     _mm_storeu_si128((__m128i *)(void *)p, h);
 }

@@ -16,7 +16,9 @@
 #include "kernels.h"
 #include "lanes.h"
 
+#ifndef ISA_NAME /* isa_avx512bf16.c includes this file under its own name */
 #define ISA_NAME avx512
+#endif
 #define W 16
 #define COLS 8
 #define MR 8
@@ -78,13 +80,43 @@ KDA_INLINE f32xw vload_bf16(const uint16_t *p) {
     __m256i h = _mm256_loadu_si256((const __m256i *)(const void *)p);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
-KDA_INLINE void vstore_bf16(uint16_t *p, f32xw x) { /* add 0x7fff and the lowest kept bit; NaN: quiet it */
+/* Round to nearest even: add 0x7fff and the lowest kept bit; NaN: quiet it. The low halves are left as they fall.
+ */
+KDA_INLINE __m512i rounded_up_bf16(f32xw x) {
     __m512i b = _mm512_castps_si512(x), low = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));
     __m512i up = _mm512_add_epi32(b, _mm512_add_epi32(low, _mm512_set1_epi32(0x7fff)));
     __m512i nan = _mm512_or_si512(b, _mm512_set1_epi32(0x400000));
-    __m512i top = _mm512_srli_epi32(_mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), up, nan), 16);
-    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(top));
+    return _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), up, nan);
 }
+KDA_INLINE f32xw vround_bf16(f32xw x) {
+    return _mm512_castsi512_ps(_mm512_and_si512(rounded_up_bf16(x), _mm512_set1_epi32(-65536)));
+}
+KDA_INLINE void vstore_bf16(uint16_t *p, f32xw x) {
+    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_up_bf16(x), 16)));
+}
+
+#if HAVE_PAIRS
+/* vcvtne2ps2bf16 puts its second operand in the low 16 words, its first in the high 16. */
+KDA_INLINE f32xw vpair(f32xw x, f32xw y) {
+    static const uint16_t zip[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(y, x);
+    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_loadu_si512(zip), halves));
+}
+KDA_INLINE void vpair_along(float *y, const float *x, ptrdiff_t n) {
+    for (ptrdiff_t i = 0; i < n; i += 2 * W) {
+        ptrdiff_t left = n - i;
+        f32xw low = left < W ? vload_n(x + i, left) : vload(x + i);
+        f32xw high = left <= W ? vset1(0.0f) : left < 2 * W ? vload_n(x + i + W, left - W) : vload(x + i + W);
+        f32xw pairs = (f32xw)_mm512_cvtne2ps_pbh(high, low);
+        if (left < 2 * W)
+            vstore_n(y + i / 2, pairs, (left + 1) / 2);
+        else
+            vstore(y + i / 2, pairs);
+    }
+}
+KDA_INLINE f32xw vdot_pairs(f32xw a, f32xw b, f32xw c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+#endif
 
 #include "math.inc"
 #include "probe.inc"

@@ -71,12 +71,17 @@ KDA_INLINE void vsum4(float *y, const f32xw x[4]) {
 KDA_INLINE f32xw vload_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 KDA_INLINE void vstore_f16(uint16_t *p, f32xw x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 KDA_INLINE f32xw vload_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
-KDA_INLINE void vstore_bf16(uint16_t *p, f32xw x) { /* add 0x7fff and the lowest kept bit; NaN: quiet it */
+/* Round to nearest even: add 0x7fff and the lowest kept bit; NaN: quiet it. The low halves are left as they fall.
+ */
+KDA_INLINE uint32x4_t rounded_up_bf16(f32xw x) {
     uint32x4_t b = vreinterpretq_u32_f32(x), low = vandq_u32(vshrq_n_u32(b, 16), vdupq_n_u32(1));
     uint32x4_t up = vaddq_u32(b, vaddq_u32(low, vdupq_n_u32(0x7fff)));
-    uint32x4_t nan = vorrq_u32(b, vdupq_n_u32(0x400000));
-    vst1_u16(p, vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), up, nan), 16));
+    return vbslq_u32(vceqq_f32(x, x), up, vorrq_u32(b, vdupq_n_u32(0x400000)));
 }
+KDA_INLINE f32xw vround_bf16(f32xw x) {
+    return vreinterpretq_f32_u32(vandq_u32(rounded_up_bf16(x), vdupq_n_u32(0xffff0000)));
+}
+KDA_INLINE void vstore_bf16(uint16_t *p, f32xw x) { vst1_u16(p, vshrn_n_u32(rounded_up_bf16(x), 16)); }
 
 #include "math.inc"
 #include "probe.inc"

@@ -129,6 +129,50 @@ static void block(float *o, float *s, float *work, const float *q, const float *
              ld_s);
 }
 
+/* Here the blocks show: what is rounded to bfloat16 is the state at the block's start, keys and queries decayed
+ * from there, keys decayed to its end, and the deltas on their way into the state. */
+static void block_bf16(float *o, float *s, float *work, const float *q, const float *k, const float *v,
+                       const float *decay, const float *beta, ptrdiff_t tokens, ptrdiff_t K, ptrdiff_t V,
+                       ptrdiff_t ld_o, ptrdiff_t ld_s, ptrdiff_t ld_v) {
+#define ROUNDED(x) f32_of_bf16(bf16_of_f32(x))
+    float *total = work, *keys = work + K, *d = keys + KDA_BLOCK * K; /* d: one column at a time */
+    float *x = d + KDA_BLOCK, *ka = x + 2 * KDA_BLOCK * K, *qa = ka + KDA_BLOCK * KDA_BLOCK;
+    for (ptrdiff_t i = 0; i < K; i++) total[i] = 1.0f;
+    for (ptrdiff_t t = 0; t < tokens; t++) {
+        for (ptrdiff_t i = 0; i < K; i++) {
+            total[i] *= decay[t * K + i];
+            for (ptrdiff_t p = 0; p < t; p++) keys[p * K + i] *= decay[t * K + i];
+            keys[t * K + i] = k[t * K + i];
+            x[t * K + i] = ROUNDED(total[i] * k[t * K + i]);
+            x[(KDA_BLOCK + t) * K + i] = ROUNDED(total[i] * q[t * K + i]);
+        }
+        for (ptrdiff_t p = 0; p <= t; p++) {
+            ka[t * KDA_BLOCK + p] = dot(k + t * K, keys + p * K, K);
+            qa[t * KDA_BLOCK + p] = dot(q + t * K, keys + p * K, K);
+        }
+    }
+    for (ptrdiff_t j = 0; j < V; j++) {
+        for (ptrdiff_t t = 0; t < tokens; t++) {
+            float u = 0.0f, w = 0.0f;
+            for (ptrdiff_t i = 0; i < K; i++) {
+                u += x[t * K + i] * ROUNDED(s[i * ld_s + j]);
+                w += x[(KDA_BLOCK + t) * K + i] * ROUNDED(s[i * ld_s + j]);
+            }
+            float rest = v[t * ld_v + j] - u;
+            for (ptrdiff_t p = 0; p < t; p++) rest -= ka[t * KDA_BLOCK + p] * d[p];
+            d[t] = beta[t] * rest;
+            for (ptrdiff_t p = 0; p <= t; p++) w += qa[t * KDA_BLOCK + p] * d[p];
+            o[t * ld_o + j] = w;
+        }
+        for (ptrdiff_t i = 0; i < K; i++) {
+            float sum = total[i] * s[i * ld_s + j];
+            for (ptrdiff_t t = 0; t < tokens; t++) sum += ROUNDED(keys[t * K + i]) * ROUNDED(d[t]);
+            s[i * ld_s + j] = sum;
+        }
+    }
+#undef ROUNDED
+}
+
 static float activate(float x, int activation) {
     return activation == KDA_IDENTITY ? x : activation == KDA_SIGMOID ? sigmoid_of(x) : x * sigmoid_of(x);
 }

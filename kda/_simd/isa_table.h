@@ -3,6 +3,9 @@
  * benchmarks meet them through kda.isas(). scalar stays last and needs nothing.
  *
  *  name, machine, CPU needs, GCC/Clang flags, MSVC flags (untested) */
+ISA(avx512bf16, X86_64,
+    KDA_AVX512F | KDA_AVX512BW | KDA_AVX512VL | KDA_AVX512DQ | KDA_AVX512BF16 | KDA_AVX2 | KDA_FMA | KDA_F16C,
+    "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx2 -mfma -mf16c", "/arch:AVX512")
 ISA(avx512, X86_64, KDA_AVX512F | KDA_AVX512BW | KDA_AVX512VL | KDA_AVX512DQ | KDA_AVX2 | KDA_FMA | KDA_F16C,
     "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c", "/arch:AVX512")
 ISA(avx2, X86_64, KDA_AVX2 | KDA_FMA | KDA_F16C, "-mavx2 -mfma -mf16c", "/arch:AVX2")

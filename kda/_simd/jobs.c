@@ -191,7 +191,8 @@ void kda_delta_item(const void *job_, ptrdiff_t item, int thread) {
         if (job->block == 1)
             isa->step(o, s, work, s_in, q, k, v, decay, *beta, K, columns, V, V);
         else
-            isa->block(o, s, work, q, k, v, decay, beta, tokens, K, columns, ld, V, ld);
+            (job->flags & KDA_BF16_BLOCKS ? isa->block_bf16 : isa->block)(o, s, work, q, k, v, decay, beta, tokens,
+                                                                          K, columns, ld, V, ld);
         s_in = s;
 
         for (ptrdiff_t i = 0; i < tokens; i++) {

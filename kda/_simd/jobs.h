@@ -17,7 +17,8 @@ enum {
     KDA_GATE = 1 << 0,         /* g holds raw logits */
     KDA_BOUNDED = 1 << 1,      /* the gate's formula: lower_bound was given */
     KDA_BETA_SIGMOID = 1 << 2, /* beta holds raw logits */
-    KDA_NEG_EIGVAL = 1 << 3    /* beta * 2 */
+    KDA_NEG_EIGVAL = 1 << 3,   /* beta * 2 */
+    KDA_BF16_BLOCKS = 1 << 4   /* block_bf16 for block */
 };
 
 /* A short convolution in front of the delta rule, with SiLU: taps [width, D], tap by tap; the raw inputs before the

@@ -71,13 +71,20 @@ typedef void kda_step_fn(float *o, float *s_out, float *work, const float *s_in,
 
 /* Tokens in a block, the most that kda_block_fn takes. */
 #define KDA_BLOCK 16
-/* Floats of its work area: coefficients, sums of one panel (at most 64 columns), rows of K. */
-#define KDA_BLOCK_WORK(K) (KDA_BLOCK * (2 * KDA_BLOCK + 3 * 64 + 3 * (K)) + (K))
+/* Floats of its work area: coefficients, sums of one panel (at most 64 columns), rows of K, pairs of bfloat16. */
+#define KDA_BLOCK_WORK(K) \
+    (KDA_BLOCK * (2 * KDA_BLOCK + 3 * 64 + 3 * (K)) + (K) + ((K) + 1) / 2 * (2 * KDA_BLOCK + 64) + \
+     KDA_BLOCK / 2 * (K))
 
 /* `tokens` in [1, KDA_BLOCK] tokens of one head at once, over V columns of its state s, in place: what that
  * many kda_step_fn would give, to rounding. q, k, decay: [tokens][K] contiguous; v, o: [tokens][V], `ld` elements
  * from token to token. Columns are independent, and a token's output does not depend on how many follow
  * it in the block, to the bit. S is read once and written once.
+ *
+ * block_bf16 is the same with the operands of the three products with S (S, the decayed keys and queries; the
+ * pending keys, the deltas) rounded to bfloat16, and everything else, S itself and all sums included, in float32:
+ * within 2^-7 of the largest value for inputs of ordinary size. Faster only where the ISA multiplies bfloat16
+ * pairs.
  */
 typedef void kda_block_fn(float *o, float *s, float *work, const float *q, const float *k, const float *v,
                           const float *decay, const float *beta, ptrdiff_t tokens, ptrdiff_t K, ptrdiff_t V,
@@ -123,7 +130,7 @@ struct kda_kernels {
     kda_gate_fn *gate_softplus, *gate_bounded;
     kda_prepare_fn *prepare;
     kda_step_fn *step;
-    kda_block_fn *block;
+    kda_block_fn *block, *block_bf16;
     kda_conv_fn *conv;
     kda_conv_step_fn *conv_step;
     kda_norm_gated_fn *norm_gated;

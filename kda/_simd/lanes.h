@@ -16,6 +16,7 @@
  *   vsum(x)                the sum of the lanes, in one fixed order
  *   vsum4(y, x)            y[0..3] = the sums of the lanes of x[0..3], each in the same fixed order
  *   vload_f16(p) vload_bf16(p) vstore_f16(p, x) vstore_bf16(p, x)     W halves
+ *   vround_bf16(x)         x rounded to bfloat16, as floats
  *   vkeep(x)               x, held in a register: the compiler may not load it again for its next use
  *   vprefetch(p)           ask for the line at p; any address will do
  *   COLS                   vectors of a row whose sums stay in registers in the step (4 or 8)
@@ -33,6 +34,14 @@
 #else
 #define KDA_INLINE static inline __attribute__((always_inline))
 #define KEEP(x) __asm__("" : VECTOR(x)) /* VECTOR: the constraint of a vector register */
+#endif
+
+/* HAVE_PAIRS: the ISA multiplies pairs of bfloat16 and defines
+ *   vpair(x, y)            lane i: bfloat16(x[i]) low, bfloat16(y[i]) high, each rounded to nearest even
+ *   vpair_along(y, x, n)   n floats as (n + 1) / 2 such pairs of neighbours, an odd one with 0
+ *   vdot_pairs(a, b, c)    c + a.low * b.low + a.high * b.high in float32 */
+#ifndef HAVE_PAIRS
+#define HAVE_PAIRS 0
 #endif
 
 /* Before a loop of constant, small count: unroll it whole, or its arrays of vectors live on the stack. */

@@ -12,11 +12,15 @@
 
 #include <immintrin.h>
 #include <math.h>
+#include <string.h>
 
 #define SIMDE_NO_FAST_MATH
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>
-#define __AVX512F__ 1 /* for the guard of isa_avx512.c */
+#define __AVX512F__ 1 /* for the guards of isa_avx512.c and isa_avx512bf16.c */
+#ifdef HAVE_PAIRS
+#define __AVX512BF16__ 1
+#endif
 
 /* No register holds 64 bytes, so there is none to keep a value in. */
 #include "../../kda/_simd/lanes.h"
@@ -43,7 +47,8 @@ static inline __m512 kda_scalef(__m512 x, __m512 n) {
     float y[16], e[16];
     _mm512_storeu_ps(y, x);
     _mm512_storeu_ps(e, n);
-    for (int i = 0; i < 16; i++) y[i] = isnan(e[i]) ? e[i] : ldexpf(y[i], (int)floorf(fmaxf(-999, fminf(999, e[i]))));
+    for (int i = 0; i < 16; i++)
+        y[i] = isnan(e[i]) ? e[i] : ldexpf(y[i], (int)floorf(fmaxf(-999, fminf(999, e[i]))));
     return _mm512_loadu_ps(y);
 }
 
@@ -80,6 +85,57 @@ static inline __m256i kda_cvtepi32_16(__m512i x) {
     for (int i = 0; i < 16; i++) h[i] = (uint16_t)y[i];
     return _mm256_loadu_si256((const __m256i *)(const void *)h);
 }
+
+/* AVX-512 BF16. The pairs of products are added in float32, one after the other, as the instruction does; that it
+ * also flushes subnormals is left out. */
+typedef __m512i kda_512bh;
+
+static inline kda_512bh kda_cvtne2ps_pbh(__m512 high, __m512 low) {
+    float x[32];
+    uint16_t h[32];
+    _mm512_storeu_ps(x, low);
+    _mm512_storeu_ps(x + 16, high);
+    for (int i = 0; i < 32; i++) {
+        uint32_t b;
+        memcpy(&b, x + i, sizeof b);
+        h[i] = (uint16_t)(isnan(x[i]) ? b >> 16 | 0x40 : (b + 0x7fff + (b >> 16 & 1)) >> 16);
+    }
+    return _mm512_loadu_si512(h);
+}
+
+static inline __m512i kda_permutexvar_epi16(__m512i index, __m512i x) {
+    uint16_t from[32], h[32], y[32];
+    _mm512_storeu_si512(from, index);
+    _mm512_storeu_si512(h, x);
+    for (int i = 0; i < 32; i++) y[i] = h[from[i] & 31];
+    return _mm512_loadu_si512(y);
+}
+
+static inline __m512 kda_dpbf16(__m512 sum, kda_512bh a, kda_512bh b) {
+    uint32_t x[16], y[16];
+    float z[16];
+    _mm512_storeu_si512(x, a);
+    _mm512_storeu_si512(y, b);
+    _mm512_storeu_ps(z, sum);
+    for (int i = 0; i < 16; i++)
+        for (int shift = 0; shift <= 16; shift += 16) {
+            uint32_t p = (x[i] >> shift & 0xffff) << 16, q = (y[i] >> shift & 0xffff) << 16;
+            float u, v;
+            memcpy(&u, &p, sizeof u);
+            memcpy(&v, &q, sizeof v);
+            z[i] += u * v;
+        }
+    return _mm512_loadu_ps(z);
+}
+
+#undef __m512bh
+#undef _mm512_cvtne2ps_pbh
+#undef _mm512_permutexvar_epi16
+#undef _mm512_dpbf16_ps
+#define __m512bh kda_512bh
+#define _mm512_cvtne2ps_pbh(high, low) kda_cvtne2ps_pbh(high, low)
+#define _mm512_permutexvar_epi16(index, x) kda_permutexvar_epi16(index, x)
+#define _mm512_dpbf16_ps(sum, a, b) kda_dpbf16(sum, a, b)
 
 #undef _mm512_scalef_ps
 #undef _mm512_maskz_loadu_ps
