@@ -300,6 +300,8 @@ def test_l2norm(isa, n):
         assert np.abs(y.array / reference.l2norm(x.array) - 1).max() <= (n / 2 + L2NORM_TERMS) * EPS
         assert y.guards_unchanged()
         assert x.unchanged()
+        kernel(isa, "l2norm")(x, x, 1e-6, n)
+        assert np.array_equal(bits(x.array), bits(y.array))
 
 
 def test_l2norm_eps_is_on_the_sum(isa):
@@ -333,10 +335,11 @@ def test_prepare(isa, K):
             assert x.guards_unchanged()
         for x in (q, k, g):
             assert x.unchanged()
-    again = blank(K)
-    kernel(isa, "prepare")(again, k_out, g, q, k, g, float(scale), -1.0, K)  # decay in the place of g
-    assert np.array_equal(bits(g.array), bits(decay))
-    assert np.array_equal(bits(again.array), bits(q_out.array))
+    kernel(isa, "prepare")(q_out, k_out, g_out, q, k, g, float(scale), 1e-6, K)
+    kernel(isa, "prepare")(q, k, g, q, k, g, float(scale), 1e-6, K)  # each in its place
+    for x, y in [(q, q_out), (k, k_out), (g, g_out)]:
+        assert np.array_equal(bits(x.array), bits(y.array))
+        assert x.guards_unchanged()
 
 
 ACTIVATIONS = {0: lambda x: x, 1: reference.sigmoid, 2: reference.silu}
