@@ -528,7 +528,7 @@ def _conv_weight(weight: Any, D: int) -> Array:
         w = w[:, 0]
     if w.ndim != 2 or w.shape[0] != D or not 1 <= w.shape[1] <= _core.CONV_MAX:
         raise _shape_error("weight", w, [D, f"W, 1 to {_core.CONV_MAX}"], " or [D, 1, W]")
-    return np.ascontiguousarray(w, dtype=np.float32)
+    return _packed(w, _F32)
 
 
 def causal_conv1d(
@@ -586,7 +586,7 @@ def causal_conv1d(
             raise _shape_error("initial_state", initial_state, (N, D, W - 1), f" (or {W} columns)")
         initial_state = initial_state[:, :, initial_state.shape[2] - (W - 1):]
         if initial_state.dtype is not _F32 or not initial_state.flags.aligned:
-            initial_state = np.ascontiguousarray(initial_state, dtype=np.float32)
+            initial_state = _packed(initial_state, _F32)
     y = np.empty(x.shape, x.dtype)
     final = np.empty((N, D, W - 1), np.float32) if output_final_state else None
     _core.conv(row, y, final, x, initial_state, np.ascontiguousarray(w.T).reshape(-1), bias, cu_seqlens, act)

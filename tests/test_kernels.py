@@ -22,7 +22,7 @@ from kda import _core, reference
 SIZES = [1, 3, 5, 8, 15, 16, 17, 33, 60, 64, 100, 128, 129]
 HEADER = (Path(__file__).parents[1] / "kda" / "_simd" / "kernels.h").read_text()
 ULP = {name: float(bound) for name, bound in re.findall(r"^[/* ]+(\w+):.*ulp <= ([\d.]+)", HEADER, re.M)}
-L2NORM_TERMS = [int(x) for x in re.findall(r"relative error <= \(n / (\d) \+ (\d)\) \* 2\^-24", HEADER)[0]]
+L2NORM_TERMS, NORM_GATED_TERMS = map(int, re.findall(r"relative error <= \(n / 2 \+ (\d+)\) \* 2\^-24", HEADER))
 STEP_TERMS = int(re.findall(r"within \(K \+ (\d)\) \* 2\^-24 of the sum", HEADER)[0])
 EPS = 2.0**-24  # half an ulp of 1: the largest relative error of one rounding
 
@@ -32,11 +32,11 @@ SIGNATURES = {
     "widen_f16": MAP, "widen_bf16": MAP, "narrow_f16": MAP, "narrow_bf16": MAP,
     "exp": MAP, "sigmoid": MAP, "softplus": MAP,
     "l2norm": (P, P, c_float, c_ssize_t),
+    "prepare": (P, P, P, P, P, P, c_float, c_float, c_ssize_t),
     "gate_softplus": GATE, "gate_bounded": GATE,
     "step": (P, P, P, P, P, P, P, P, c_float, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
-    "prepare": (P, P, P, P, P, P, c_float, c_float, c_ssize_t),
-    "block": (P, P, P, P, P, P, P, P, *[c_ssize_t] * 6),
-    "block_bf16": (P, P, P, P, P, P, P, P, *[c_ssize_t] * 6),
+    "block": (P, P, P, P, P, P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
+    "block_bf16": (P, P, P, P, P, P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
     "conv": (P, P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_int, c_int),
     "conv_step": (P, P, P, P, P, c_ssize_t, c_int, c_int),
     "norm_gated": (P, P, P, P, c_float, c_ssize_t, c_int),
@@ -88,7 +88,7 @@ class Guarded:
         bits = np.uint32 if values.itemsize == 4 else np.uint16
         canary = 0x7fc0da7a if values.itemsize == 4 else 0x7fa7  # NaN as float32, float16 and bfloat16
         self.whole = np.full(2 * self.ZONE + lead + rows.shape[0] * self.size_of_row, canary, bits)
-        start = self.ZONE + lead
+        self.start = start = self.ZONE + lead
         span = self.whole[start:start + rows.shape[0] * self.size_of_row].view(values.dtype)
         self.rows = span.reshape(rows.shape[0], self.size_of_row)[:, :rows.shape[1]]
         self.rows[:] = rows
@@ -101,9 +101,8 @@ class Guarded:
 
     def guards_unchanged(self):
         mine = np.zeros(self.whole.size, bool)
-        start = (self.pointer - self.whole.ctypes.data) // self.whole.itemsize
         for i in range(self.rows.shape[0]):
-            mine[start + i * self.size_of_row:][:self.rows.shape[1]] = True
+            mine[self.start + i * self.size_of_row:][:self.rows.shape[1]] = True
         return np.array_equal(self.whole[~mine], self.before[~mine])
 
 
@@ -291,29 +290,157 @@ def test_nan_stays_in_its_lane(isa):
             assert np.array_equal(np.delete(bits(got), i), np.delete(bits(clean), i))
 
 
+# ---- norms ----
+
 @pytest.mark.parametrize("n", SIZES)
 def test_l2norm(isa, n):
     rng = np.random.default_rng(n)
     for lead in range(4):
         x, y = Guarded(rng.standard_normal(n).astype(np.float32), lead), blank(n)
         kernel(isa, "l2norm")(y, x, 1e-6, n)
-        want = reference.l2norm(x.array)
-        assert np.abs(y.array / want - 1).max() <= (n / L2NORM_TERMS[0] + L2NORM_TERMS[1]) * EPS
+        assert np.abs(y.array / reference.l2norm(x.array) - 1).max() <= (n / 2 + L2NORM_TERMS) * EPS
         assert y.guards_unchanged()
         assert x.unchanged()
-        first = y.array.copy()
-        kernel(isa, "l2norm")(y, x, 1e-6, n)
-        assert np.array_equal(bits(y.array), bits(first))
+        kernel(isa, "l2norm")(x, x, 1e-6, n)
+        assert np.array_equal(bits(x.array), bits(y.array))
 
 
 def test_l2norm_eps_is_on_the_sum(isa):
-    """128 values of 2^-12: the sum of squares is 128 / 2^24, eps as large again halves the square."""
+    """128 values of 2^-12: their squares sum to 2^-17; eps as large again doubles that, to 2^-16."""
     x, y = Guarded(np.full(128, 2.0**-12, np.float32)), blank(128)
     kernel(isa, "l2norm")(y, x, 2.0**-17, 128)
-    assert np.array_equal(y.array, np.full(128, 2.0**-12 / 2.0**-8, np.float32))
-    zeros = Guarded(np.zeros(5, np.float32))
-    kernel(isa, "l2norm")(zeros, zeros, 1e-6, 5)
+    assert np.array_equal(y.array, np.full(128, 2.0**-4, np.float32))
+    zeros = blank(5)
+    kernel(isa, "l2norm")(zeros, Guarded(np.zeros(5, np.float32)), 1e-6, 5)
     assert np.array_equal(zeros.array, np.zeros(5))
+
+
+@pytest.mark.parametrize("K", SIZES)
+def test_prepare(isa, K):
+    rng = np.random.default_rng(K)
+    q, k = (Guarded(x, i) for i, x in enumerate(rng.standard_normal((2, K)).astype(np.float32)))
+    g, scale = Guarded(-np.abs(3 * rng.standard_normal(K)).astype(np.float32), 2), np.float32(0.0883883461356163)
+    decay = all_of("exp", isa, g.array.copy())
+    for eps in (1e-6, 0.5, -1.0):
+        q_out, k_out, g_out = blank(K), blank(K, lead=1), blank(K, lead=2)
+        kernel(isa, "prepare")(q_out, k_out, g_out, q, k, g, float(scale), eps, K)
+        if eps < 0:
+            assert np.array_equal(bits(q_out.array), bits(scale * q.array))  # one rounding
+            assert np.array_equal(bits(k_out.array), bits(k.array))
+        else:
+            allowed = (K / 2 + L2NORM_TERMS) * EPS
+            assert np.abs(q_out.array / (scale * reference.l2norm(q.array, eps)) - 1).max() <= allowed
+            assert np.abs(k_out.array / reference.l2norm(k.array, eps) - 1).max() <= allowed
+        assert np.array_equal(bits(g_out.array), bits(decay))
+        for x in (q_out, k_out, g_out):
+            assert x.guards_unchanged()
+        for x in (q, k, g):
+            assert x.unchanged()
+    kernel(isa, "prepare")(q_out, k_out, g_out, q, k, g, float(scale), 1e-6, K)
+    kernel(isa, "prepare")(q, k, g, q, k, g, float(scale), 1e-6, K)  # each in its place
+    for x, y in [(q, q_out), (k, k_out), (g, g_out)]:
+        assert np.array_equal(bits(x.array), bits(y.array))
+        assert x.guards_unchanged()
+
+
+ACTIVATIONS = {0: lambda x: x, 1: reference.sigmoid, 2: reference.silu}
+
+
+@pytest.mark.parametrize("activation", [1, 2])
+@pytest.mark.parametrize("n", SIZES)
+def test_norm_gated(isa, n, activation):
+    rng = np.random.default_rng(n)
+    x, gate, weight = (Guarded(a, i) for i, a in enumerate(rng.standard_normal((3, n)).astype(np.float32)))
+    y = blank(n, lead=3)
+    kernel(isa, "norm_gated")(y, x, gate, weight, 1e-5, n, activation)
+    want = reference.rms_norm_gated(x.array, gate.array, weight.array, 1e-5, {1: "sigmoid", 2: "silu"}[activation])
+    assert np.abs(y.array / want - 1).max() <= (n / 2 + NORM_GATED_TERMS) * EPS
+    assert y.guards_unchanged()
+    for a in (x, gate, weight):
+        assert a.unchanged()
+    for place in (x, gate):
+        kernel(isa, "norm_gated")(place, x, gate, weight, 1e-5, n, activation)
+        assert np.array_equal(bits(place.array), bits(y.array))
+        assert place.guards_unchanged()
+        place.array[:] = place.before[place.start:][:n].view(np.float32)
+
+
+# ---- convolution ----
+
+class Conv:
+    """Rows of a convolution, each guarded on its own, the history first."""
+
+    def __init__(self, n, width, tokens, bias=True, gap=0):
+        rng = np.random.default_rng(100 * n + width)
+        self.n, self.width, self.tokens, self.gap = n, width, tokens, gap
+        self.rows = [Guarded(rng.standard_normal(n).astype(np.float32), i % 4) for i in range(width - 1 + tokens)]
+        self.taps = Guarded(rng.standard_normal((width, n)).astype(np.float32), 1, gap)
+        self.bias = Guarded(rng.standard_normal(n).astype(np.float32), 2) if bias else None
+
+    def run(self, isa, activation):
+        y = [blank(self.n, lead=i % 3) for i in range(self.tokens)]
+        pointers = [(c_void_p * len(rows))(*[r.pointer for r in rows]) for rows in (y, self.rows)]
+        kernel(isa, "conv")(*pointers, self.taps, self.bias, self.tokens, self.n, self.n + self.gap, self.width,
+                            activation)
+        assert all(row.guards_unchanged() for row in y)
+        assert all(x.unchanged() for x in [*self.rows, self.taps, *([self.bias] if self.bias else [])])
+        return np.array([row.array for row in y])
+
+    def exact(self, activation):
+        """(y, bound of its error) in float64; no activation here is steeper than 1.1."""
+        x = np.array([row.array for row in self.rows], np.float64)
+        taps, bias = self.taps.array.astype(np.float64), self.bias.array.astype(np.float64) if self.bias else 0.0
+        windows = np.array([x[t:t + self.width] for t in range(self.tokens)])
+        y = ACTIVATIONS[activation](bias + np.einsum("twc,wc->tc", windows, taps))
+        size = np.abs(bias) + np.einsum("twc,wc->tc", np.abs(windows), np.abs(taps))
+        return y, 1.1 * (self.width + 1) * EPS * size + 6 * EPS * np.abs(y)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("n", SIZES)
+def test_conv(isa, n, width):
+    for activation in ACTIVATIONS:
+        for bias in (False, True):
+            conv = Conv(n, width, 5, bias, gap=3)
+            y = conv.run(isa, activation)
+            want, error = conv.exact(activation)
+            assert (np.abs(y - want) <= error).all()
+
+
+def test_conv_impulse(isa):
+    """Taps 1, 10, 100, 1000 and a unit impulse: the last tap is the current token."""
+    conv = Conv(1, 4, 4, bias=False)
+    for i, row in enumerate(conv.rows):
+        row.array[:] = float(i == 3)
+        row.before = row.whole.copy()
+    conv.taps.array[:, 0] = [1, 10, 100, 1000]
+    conv.taps.before = conv.taps.whole.copy()
+    assert conv.run(isa, 0).ravel().tolist() == [1000, 100, 10, 1]
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("n", SIZES)
+def test_conv_step(isa, n, width):
+    """One token with the state channel by channel: the numbers of conv, and the state moves on by one."""
+    for activation in ACTIVATIONS:
+        for bias in (False, True):
+            conv = Conv(n, width, 1, bias)
+            past = np.array([row.array for row in conv.rows[:-1]], np.float32).reshape(width - 1, n).T
+            state, weight = Guarded(past.ravel() if width > 1 else np.zeros(1, np.float32), 1), Guarded(
+                conv.taps.array.T.ravel(), 2)
+            x, y = conv.rows[-1], blank(n, lead=3)
+            kernel(isa, "conv_step")(y, state, x, weight, conv.bias, n, width, activation)
+            want, error = conv.exact(activation)
+            assert (np.abs(y.array - want[0]) <= error[0]).all()
+            if width > 1:
+                after = np.concatenate([past[:, 1:], x.array[:, None]], axis=1)
+                assert np.array_equal(bits(state.array), bits(after.ravel()))
+            else:
+                assert state.unchanged()
+            for a in (state, y):
+                assert a.guards_unchanged()
+            for a in (x, weight):
+                assert a.unchanged()
 
 
 # ---- gates ----
@@ -469,6 +596,82 @@ def test_step_nan_in_a_column_stays_there(isa):
     assert np.array_equal(np.delete(bits(s), 17, axis=1), np.delete(bits(clean_s), 17, axis=1))
 
 
+# ---- the delta rule in blocks ----
+
+BLOCK = int(re.findall(r"#define KDA_BLOCK (\d+)", HEADER)[0])
+
+
+class Block:
+    """Inputs of up to BLOCK tokens of one head."""
+
+    def __init__(self, tokens, K, V, seed=0):
+        rng = np.random.default_rng(seed)
+        unit = rng.standard_normal((2, tokens, K))
+        q, k = unit / np.linalg.norm(unit, axis=2, keepdims=True)
+        decay = rng.uniform(0, 1, (tokens, K)) ** 0.25
+        decay[:, 5::11] = 0
+        self.tokens, self.K, self.V = tokens, K, V
+        self.q, self.k, self.decay, self.v, self.s, self.beta = (
+            x.astype(np.float32) for x in (q, k, decay, rng.standard_normal((tokens, V)), rng.standard_normal((K, V)),
+                                           rng.uniform(0, 2, tokens)))
+
+    def run(self, isa, tokens=None, j0=0, j1=None, gap=0):
+        tokens, j1 = tokens or self.tokens, self.V if j1 is None else j1
+        n, K = j1 - j0, self.K
+        flat = [Guarded(x[:tokens].ravel(), i) for i, x in enumerate((self.q, self.k, self.decay, self.beta))]
+        v, s = Guarded(self.v[:tokens, j0:j1].copy(), 1, gap), Guarded(self.s[:, j0:j1].copy(), 3, gap)
+        o, work = blank(tokens, n, gap=gap), blank(BLOCK * (2 * BLOCK + 3 * 64 + 3 * K) + K)
+        q, k, decay, beta = flat
+        kernel(isa, "block")(o, s, work, q, k, v, decay, beta, tokens, K, n, n + gap, n + gap, n + gap)
+        assert all(x.unchanged() for x in [*flat, v])
+        assert all(x.guards_unchanged() for x in (o, s, work))
+        return o.array.copy(), s.array.copy()
+
+    def exact(self):
+        S, o = self.s.astype(np.float64), []
+        for q, k, v, decay, beta in zip(self.q, self.k, self.v, self.decay, self.beta, strict=True):
+            S = decay.astype(np.float64)[:, None] * S
+            S = S + k.astype(np.float64)[:, None] * (beta * (v - S.T @ k.astype(np.float64)))
+            o.append(S.T @ q.astype(np.float64))
+        return np.array(o), S
+
+
+def test_the_work_area_is_the_headers():
+    assert "#define KDA_BLOCK_WORK(K) (KDA_BLOCK * (2 * KDA_BLOCK + 3 * 64 + 3 * (K)) + (K))" in HEADER
+    assert BLOCK == _core.BLOCK
+
+
+@pytest.mark.parametrize("V", SIZES)
+@pytest.mark.parametrize("K", SIZES)
+def test_block(isa, K, V):
+    for tokens in {1 + (7 * K + V) % BLOCK, BLOCK}:
+        block = Block(tokens, K, V, seed=1000 * K + V)
+        o, s = block.run(isa)
+        want_o, want_s = block.exact()
+        scalar_o, scalar_s = block.run("scalar")
+        for got, want in [(o, want_o), (s, want_s), (o, scalar_o), (s, scalar_s)]:
+            assert np.abs(got - want).max() <= 2e-6 * max(1, np.abs(want).max())
+        again_o, again_s = block.run(isa, gap=5)
+        assert np.array_equal(bits(again_o), bits(o))
+        assert np.array_equal(bits(again_s), bits(s))
+
+
+@pytest.mark.parametrize("tokens", range(1, 17))
+@pytest.mark.parametrize(("K", "V"), [(1, 1), (17, 33), (64, 100), (129, 60)])
+def test_block_is_causal_and_by_columns(isa, K, V, tokens):
+    """A token's output does not see how many follow, and a block of columns is on its own: to the bit."""
+    block = Block(BLOCK, K, V)
+    o, _ = block.run(isa)
+    head_o, head_s = block.run(isa, tokens)
+    assert np.array_equal(bits(head_o), bits(o[:tokens].copy()))
+    j = (7 * tokens) % V
+    for j0, j1 in [(0, j), (j, V)]:
+        if j1 > j0:
+            part_o, part_s = block.run(isa, tokens, j0, j1)
+            assert np.array_equal(bits(part_o), bits(head_o[:, j0:j1].copy()))
+            assert np.array_equal(bits(part_s), bits(head_s[:, j0:j1].copy()))
+
+
 # ---- ceilings ----
 
 @pytest.mark.parametrize("n", SIZES)
@@ -522,6 +725,14 @@ def test_nothing_is_touched_past_the_end(isa, n):
     for name in EXACT:
         kernel(isa, name)(y32[0], f, n)
     kernel(isa, "l2norm")(y32[0], f, 1e-6, n)
+    more = [before_a_forbidden_page(x32) for _ in range(2)]
+    kernel(isa, "prepare")(y32[0], more[0][0], more[1][0], f, f, f, 1.0, 1e-6, n)
+    kernel(isa, "norm_gated")(y32[0], f, f, f, 1e-5, n, 2)
+    for width in (1, 3, 4):
+        taps, state = (before_a_forbidden_page(np.resize(x32, max(1, size))) for size in (width * n, (width - 1) * n))
+        rows, y = (c_void_p * width)(*[f] * width), (c_void_p * 1)(y32[0])
+        kernel(isa, "conv")(y, rows, taps[0], f, 1, n, n, width, 2)
+        kernel(isa, "conv_step")(y32[0], state[0], f, taps[0], f, n, width, 2)
     for name in ("gate_softplus", "gate_bounded"):
         kernel(isa, name)(y32[0], f, f, 1.0, -5.0, n)
     kernel(isa, "probe_update")(y32[0], 0.5, 0.5, n)
@@ -537,3 +748,13 @@ def test_nothing_is_touched_past_the_end(isa, n):
                             K, V, V, V)
         assert ctypes.string_at(at["o"], o.nbytes) == o.tobytes()
         assert ctypes.string_at(at["s"], s.nbytes) == s.tobytes()
+
+        block = Block(BLOCK - 1, K, V)
+        ends = {name: before_a_forbidden_page(np.ascontiguousarray(getattr(block, name)))
+                for name in ("s", "q", "k", "v", "decay", "beta")}
+        ends |= {"o": before_a_forbidden_page(block.v),
+                 "work": before_a_forbidden_page(np.zeros(BLOCK * (2 * BLOCK + 3 * 64 + 3 * K) + K, np.float32))}
+        at = {name: pointer for name, (pointer, _) in ends.items()}
+        kernel(isa, "block")(at["o"], at["s"], at["work"], at["q"], at["k"], at["v"], at["decay"], at["beta"],
+                             BLOCK - 1, K, V, V, V, V)
+        assert ctypes.string_at(at["s"], block.s.nbytes) == block.run(isa)[1].tobytes()
