@@ -28,7 +28,8 @@ ABI3 = os.environ.get("KDA_ABI3", "1") != "0" and not sysconfig.get_config_var("
 
 # Python's own flags carry -g, and some distributions' -flto, which could move wide code into narrow functions.
 # -ffp-contract=off: a * b + c is rounded twice on every machine unless the code asks for a fused one.
-GNU_FLAGS = ["-O2", "-g0", "-std=c11", "-ffp-contract=off", "-fno-lto", "-fvisibility=hidden"]
+# -fno-math-errno: a square root is the instruction, without a call of sqrtf() that would set errno.
+GNU_FLAGS = ["-O2", "-g0", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-lto", "-fvisibility=hidden"]
 GNU_WARNINGS = ["-Wall", "-Wextra", "-Wconversion"]  # not for the C that Cython writes
 EMULATION = ["-mavx2", "-mfma", "-mf16c", "-Wno-psabi", "-include", "tools/emulate/avx512.h"]
 EMULATED = {"avx512": EMULATION, "avx512bf16": ["-DHAVE_PAIRS=1", *EMULATION]}

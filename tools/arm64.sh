@@ -34,7 +34,7 @@ version=${version#python}
 python3 tools/requirements.py | sort > "$CACHE/wanted"
 if ! cmp -s "$CACHE/wanted" "$CACHE/installed"; then # aarch64 wheels, unpacked in a folder
     rm -rf "$SITE"
-    python3 -m pip install -q --target "$SITE" --only-binary=:all: --implementation cp --python-version "$version" \
+    python3 -m pip install --target "$SITE" --only-binary=:all: --implementation cp --python-version "$version" \
         --platform manylinux2014_aarch64 --platform manylinux_2_28_aarch64 --platform any -r "$CACHE/wanted"
     cp "$CACHE/wanted" "$CACHE/installed"
 fi

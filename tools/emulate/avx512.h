@@ -48,7 +48,7 @@ static inline __m512 kda_scalef(__m512 x, __m512 n) {
     _mm512_storeu_ps(y, x);
     _mm512_storeu_ps(e, n);
     for (int i = 0; i < 16; i++)
-        y[i] = isnan(e[i]) ? e[i] : ldexpf(y[i], (int)floorf(fmaxf(-999, fminf(999, e[i]))));
+        y[i] = isnan(e[i]) ? e[i] : ldexpf(y[i], (int)fmaxf(-999, fminf(999, floorf(e[i]))));
     return _mm512_loadu_ps(y);
 }
 
