@@ -223,6 +223,9 @@ def test_a_noisy_row_is_named():
     quiet = bench.render(result | {"rows": [row | {"us_per_token": 14.9}]}, "md")
     assert "| small, 1 layer | 1 MiB | 2 | 14.9 (10.0) | 3 | 6 | 1.0 | 50% | 25% |" in quiet
     assert "measure again" not in quiet
+    noisy = bench.render(result | {"rows": [row | {"us_per_token": 14.9, "share_of_fma": 8.14}]}, "md")
+    assert noisy.endswith("small, 1 layer, 2 threads: faster than its limit, so the limit was measured while something "
+                          "else was running, measure again")
     noisy = bench.render(result | {"rows": [row | {"us_per_token": 30.0}]}, "text")
     assert noisy.endswith("small, 1 layer, 2 threads: the median is 3.0 times the fastest sample; something else was "
                           "running, measure again")

@@ -270,6 +270,9 @@ def render(result: dict[str, Any], form: str) -> str:
         if spread > NOISY:
             remarks.append(f"{row['name']}, {row['threads']} threads: the median is {spread:.1f} times the fastest "
                            "sample; something else was running, measure again")
+        elif max(row["share_of_inplace"], row["share_of_fma"]) > NOISY:
+            remarks.append(f"{row['name']}, {row['threads']} threads: faster than its limit, so the limit was measured "
+                           "while something else was running, measure again")
     return "\n".join([*lines, *(line for remark in remarks for line in ("", remark))])
 
 
