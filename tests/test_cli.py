@@ -2,11 +2,10 @@
 
 import io
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from helpers import python
 
 import kda
 from kda import _core, check, ops
@@ -349,23 +348,23 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"kda {kda.__version__}\n"
 
 
-def run(*argv):
-    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, check=False)
+def as_a_process(*argv):
+    return python(f"import runpy, sys; sys.argv = ['kda', *{argv!r}]; runpy.run_module('kda', run_name='__main__')",
+                  check=False)
 
 
 def test_as_a_process():
-    done = run("-m", "kda", "check", "--isa", "scalar")
+    done = as_a_process("check", "--isa", "scalar")
     assert (done.returncode, done.stderr) == (0, "")
     assert "0 failed" in done.stdout
-    done = run("-m", "kda", "check", "--isa", "mmx")
+    done = as_a_process("check", "--isa", "mmx")
     assert done.returncode == 2
     assert done.stderr.startswith("kda check --isa: isa='mmx'")
 
 
 def test_a_failed_check_fails_the_process():
-    wrong = ("import sys; from kda import ops, cli; right = ops.fused_recurrent_kda; "
-             "ops.fused_recurrent_kda = lambda *a, **k: tuple(2 * x for x in right(*a, **k)); "
-             "sys.exit(cli.main(['check', '--isa', 'scalar']))")
-    done = run("-c", wrong)
+    done = python("import sys; from kda import ops, cli; right = ops.fused_recurrent_kda; "
+                  "ops.fused_recurrent_kda = lambda *a, **k: tuple(2 * x for x in right(*a, **k)); "
+                  "sys.exit(cli.main(['check', '--isa', 'scalar']))", check=False)
     assert (done.returncode, done.stderr) == (1, "")
     assert "FAILED on scalar" in done.stdout
