@@ -1,5 +1,6 @@
 """Kimi Delta Attention on CPUs: the functions of fla.ops.kda over numpy arrays."""
 
+from kda import _openmp as _openmp  # first: it loads the core
 from kda.ops import (
     causal_conv1d,
     causal_conv1d_update,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from time import perf_counter
 from typing import Any
@@ -179,16 +180,16 @@ def epilogues() -> Iterator[Case]:
         yield Case(f"gated norm, {activation}", "rms_norm_gated", args, reference.rms_norm_gated(**args))
 
 
-def cases() -> Iterator[Case]:
-    """The stored results, then the seeded inputs with their float64 results."""
-    for name in GOLDEN:
-        yield from golden(name)
+@cache
+def cases() -> tuple[Case, ...]:
+    """The stored results, then the seeded inputs with their float64 results; computed once."""
+    found = [case for name in GOLDEN for case in golden(name)]
     for name, args, bound in seeded():
         o, S = reference.fused_recurrent_kda(**args)
         for op, form in FORMS.items():
             if args["q"].shape[1] > 1 or op == "fused_recurrent_kda":
-                yield Case(name + form, op, args, o, S, bound + ROUNDED.get(args["v"].dtype.name, 0.0), bound)
-    yield from epilogues()
+                found.append(Case(name + form, op, args, o, S, bound + ROUNDED.get(args["v"].dtype.name, 0.0), bound))
+    return (*found, *epilogues())
 
 
 def run(names: list[str] | None = None,
@@ -199,17 +200,16 @@ def run(names: list[str] | None = None,
     """
     names = names or [name for name, runs_here in isas().items() if runs_here]
     start, results = perf_counter(), []
-    everything = list(cases())
-    for done, case in enumerate(everything):
+    for done, case in enumerate(cases()):
         if progress:
-            progress(done, len(everything), case.name)
+            progress(done, len(cases()), case.name)
         for isa in names:
             o, S = case.run(isa)
             results.append(Result(case.name, isa, error(o, case.o), case.o_bound, error(S, case.S), case.S_bound))
-    large = [case for case in everything if "64 tokens" in case.name]
+    large = [case for case in cases() if "64 tokens" in case.name]
     results += [same_on_all_threads(case, isa) for case in large for isa in names]
     if progress:
-        progress(len(everything), len(everything), "done")
+        progress(len(cases()), len(cases()), "done")
     return results, perf_counter() - start
 
 

@@ -2,11 +2,10 @@
 
 import io
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from helpers import python
 
 import kda
 from kda import _core, check, ops
@@ -223,6 +222,9 @@ def test_a_noisy_row_is_named():
     quiet = bench.render(result | {"rows": [row | {"us_per_token": 14.9}]}, "md")
     assert "| small, 1 layer | 1 MiB | 2 | 14.9 (10.0) | 3 | 6 | 1.0 | 50% | 25% |" in quiet
     assert "measure again" not in quiet
+    noisy = bench.render(result | {"rows": [row | {"us_per_token": 14.9, "share_of_fma": 8.14}]}, "md")
+    assert noisy.endswith("small, 1 layer, 2 threads: faster than its limit, so the limit was measured while something "
+                          "else was running, measure again")
     noisy = bench.render(result | {"rows": [row | {"us_per_token": 30.0}]}, "text")
     assert noisy.endswith("small, 1 layer, 2 threads: the median is 3.0 times the fastest sample; something else was "
                           "running, measure again")
@@ -346,23 +348,23 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"kda {kda.__version__}\n"
 
 
-def run(*argv):
-    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, check=False)
+def as_a_process(*argv):
+    return python(f"import runpy, sys; sys.argv = ['kda', *{argv!r}]; runpy.run_module('kda', run_name='__main__')",
+                  check=False)
 
 
 def test_as_a_process():
-    done = run("-m", "kda", "check", "--isa", "scalar")
+    done = as_a_process("check", "--isa", "scalar")
     assert (done.returncode, done.stderr) == (0, "")
     assert "0 failed" in done.stdout
-    done = run("-m", "kda", "check", "--isa", "mmx")
+    done = as_a_process("check", "--isa", "mmx")
     assert done.returncode == 2
     assert done.stderr.startswith("kda check --isa: isa='mmx'")
 
 
 def test_a_failed_check_fails_the_process():
-    wrong = ("import sys; from kda import ops, cli; right = ops.fused_recurrent_kda; "
-             "ops.fused_recurrent_kda = lambda *a, **k: tuple(2 * x for x in right(*a, **k)); "
-             "sys.exit(cli.main(['check', '--isa', 'scalar']))")
-    done = run("-c", wrong)
+    done = python("import sys; from kda import ops, cli; right = ops.fused_recurrent_kda; "
+                  "ops.fused_recurrent_kda = lambda *a, **k: tuple(2 * x for x in right(*a, **k)); "
+                  "sys.exit(cli.main(['check', '--isa', 'scalar']))", check=False)
     assert (done.returncode, done.stderr) == (1, "")
     assert "FAILED on scalar" in done.stdout

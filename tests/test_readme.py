@@ -2,11 +2,10 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import python
 
 import kda
 
@@ -16,8 +15,8 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_quickstart_runs_as_pasted():
     (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = python(code, PYTHONWARNINGS="error")
+    assert done.stderr == ""
     assert done.stdout == "(1, 1, 32, 128) (1, 32, 128, 128)\n"
 
 

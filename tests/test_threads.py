@@ -1,5 +1,6 @@
 """Threads and the choice of the ISA: the same bits on any number of threads, and nothing that hangs."""
 import os
+import re
 import signal
 import sys
 import threading
@@ -375,3 +376,24 @@ def test_the_core_refuses_an_isa_that_does_not_run_here():
     for index in [-1, len(kda.isas()), *[i for i, n in enumerate(kda.isas()) if n not in ISAS]]:
         with pytest.raises(ValueError, match="no such ISA on this machine"):
             _core.kernel_addresses(index)
+
+
+# ---- how threads wait ----
+
+def spin_count(**environment):
+    """(what GNU's OpenMP says it spins, what a child process would see), after import kda."""
+    done = python("import os, kda; print(os.environ.get('GOMP_SPINCOUNT'))", OMP_DISPLAY_ENV="verbose", **environment)
+    found = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    if not found:
+        pytest.skip("not GNU's OpenMP: it has its own defaults")
+    return int(found[1]), done.stdout.strip()
+
+
+@pytest.mark.skipif(not OPENMP, reason="built without threads")
+def test_idle_threads_soon_sleep(monkeypatch):
+    """With libgomp's default of 300000 a busy neighbour on one core made a step 100 times slower."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert spin_count() == (2000, "None")
+    assert spin_count(GOMP_SPINCOUNT="77") == (77, "77")
+    assert spin_count(OMP_WAIT_POLICY="passive") == (0, "None")

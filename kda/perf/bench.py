@@ -267,9 +267,13 @@ def render(result: dict[str, Any], form: str) -> str:
     remarks = list(result["left_out"])
     for row in result["rows"]:
         spread = row["us_per_token"] / row["us_per_token_min"]
+        which = f"{row['name']}, {row['threads']} thread{'s' if row['threads'] > 1 else ''}"
         if spread > NOISY:
-            remarks.append(f"{row['name']}, {row['threads']} threads: the median is {spread:.1f} times the fastest "
+            remarks.append(f"{which}: the median is {spread:.1f} times the fastest "
                            "sample; something else was running, measure again")
+        elif max(row["share_of_inplace"], row["share_of_fma"]) > NOISY:
+            remarks.append(f"{which}: faster than its limit, so the limit was measured "
+                           "while something else was running, measure again")
     return "\n".join([*lines, *(line for remark in remarks for line in ("", remark))])
 
 
