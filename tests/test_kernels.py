@@ -599,6 +599,17 @@ def test_step_nan_in_a_column_stays_there(isa):
 # ---- the delta rule in blocks ----
 
 BLOCK = int(re.findall(r"#define KDA_BLOCK (\d+)", HEADER)[0])
+BLOCK_WORK = re.search(r"#define KDA_BLOCK_WORK\(K\) ((?:.*\\\n)*.*)", HEADER)[1].replace("\\\n", "").replace("/", "//")
+
+
+def block_work(K):
+    """The header's KDA_BLOCK_WORK: each call gets exactly this much, between guards."""
+    return eval(BLOCK_WORK, {"KDA_BLOCK": BLOCK, "K": K})
+
+
+def test_the_block_of_the_header_is_the_cores():
+    assert BLOCK == _core.BLOCK
+    assert block_work(1) == 16 * (32 + 192 + 3) + 1 + (32 + 64) + 8
 
 
 class Block:
@@ -615,14 +626,14 @@ class Block:
             x.astype(np.float32) for x in (q, k, decay, rng.standard_normal((tokens, V)), rng.standard_normal((K, V)),
                                            rng.uniform(0, 2, tokens)))
 
-    def run(self, isa, tokens=None, j0=0, j1=None, gap=0):
+    def run(self, isa, tokens=None, j0=0, j1=None, gap=0, name="block"):
         tokens, j1 = tokens or self.tokens, self.V if j1 is None else j1
         n, K = j1 - j0, self.K
         flat = [Guarded(x[:tokens].ravel(), i) for i, x in enumerate((self.q, self.k, self.decay, self.beta))]
         v, s = Guarded(self.v[:tokens, j0:j1].copy(), 1, gap), Guarded(self.s[:, j0:j1].copy(), 3, gap)
-        o, work = blank(tokens, n, gap=gap), blank(BLOCK * (2 * BLOCK + 3 * 64 + 3 * K) + K)
+        o, work = blank(tokens, n, gap=gap), blank(block_work(K))
         q, k, decay, beta = flat
-        kernel(isa, "block")(o, s, work, q, k, v, decay, beta, tokens, K, n, n + gap, n + gap, n + gap)
+        kernel(isa, name)(o, s, work, q, k, v, decay, beta, tokens, K, n, n + gap, n + gap, n + gap)
         assert all(x.unchanged() for x in [*flat, v])
         assert all(x.guards_unchanged() for x in (o, s, work))
         return o.array.copy(), s.array.copy()
@@ -634,11 +645,6 @@ class Block:
             S = S + k.astype(np.float64)[:, None] * (beta * (v - S.T @ k.astype(np.float64)))
             o.append(S.T @ q.astype(np.float64))
         return np.array(o), S
-
-
-def test_the_work_area_is_the_headers():
-    assert "#define KDA_BLOCK_WORK(K) (KDA_BLOCK * (2 * KDA_BLOCK + 3 * 64 + 3 * (K)) + (K))" in HEADER
-    assert BLOCK == _core.BLOCK
 
 
 @pytest.mark.parametrize("V", SIZES)
@@ -670,6 +676,34 @@ def test_block_is_causal_and_by_columns(isa, K, V, tokens):
             part_o, part_s = block.run(isa, tokens, j0, j1)
             assert np.array_equal(bits(part_o), bits(head_o[:, j0:j1].copy()))
             assert np.array_equal(bits(part_s), bits(head_s[:, j0:j1].copy()))
+
+
+@pytest.mark.parametrize("V", [1, 8, 17, 33, 64, 129])
+@pytest.mark.parametrize("K", [1, 3, 16, 33, 60, 128, 129])
+def test_block_bf16(isa, K, V):
+    """Within the header's 2^-7 of float64, and of scalar as far as a value on the edge of two bfloat16 allows."""
+    assert "within 2^-7 of the largest value" in HEADER
+    for tokens in {1 + (7 * K + V) % BLOCK, BLOCK}:
+        block = Block(tokens, K, V, seed=1000 * K + V)
+        o, s = block.run(isa, name="block_bf16")
+        for got, scalar, want in zip((o, s), block.run("scalar", name="block_bf16"), block.exact(), strict=True):
+            assert np.abs(got - want).max() <= 2.0**-7 * max(1, np.abs(want).max())
+            assert np.abs(got - scalar).max() <= 2.0**-10 * max(1, np.abs(want).max())
+        head = max(1, tokens // 2)
+        again_o, _ = block.run(isa, head, gap=3, name="block_bf16")
+        assert np.array_equal(bits(again_o), bits(o[:head].copy()))
+
+
+def test_block_bf16_rounds_what_it_says(isa):
+    """One token, K = 1: S = 1 + 2^-8 rounds to 1 where it meets q and k, and keeps its bits where it decays."""
+    block = Block(1, 1, 1)
+    block.q[:], block.k[:], block.v[:], block.decay[:], block.beta[:] = 1, 1, 1, 1, 0.5
+    block.s[:] = 1 + 2.0**-8
+    o, s = block.run(isa, name="block_bf16")
+    assert o.item() == 1  # u = w = 1, so the delta is 0
+    assert s.item() == 1 + 2.0**-8
+    o, s = block.run(isa)
+    assert o.item() == s.item() == 1 + 2.0**-9
 
 
 # ---- ceilings ----
@@ -753,7 +787,7 @@ def test_nothing_is_touched_past_the_end(isa, n):
         ends = {name: before_a_forbidden_page(np.ascontiguousarray(getattr(block, name)))
                 for name in ("s", "q", "k", "v", "decay", "beta")}
         ends |= {"o": before_a_forbidden_page(block.v),
-                 "work": before_a_forbidden_page(np.zeros(BLOCK * (2 * BLOCK + 3 * 64 + 3 * K) + K, np.float32))}
+                 "work": before_a_forbidden_page(np.zeros(block_work(K), np.float32))}
         at = {name: pointer for name, (pointer, _) in ends.items()}
         kernel(isa, "block")(at["o"], at["s"], at["work"], at["q"], at["k"], at["v"], at["decay"], at["beta"],
                              BLOCK - 1, K, V, V, V, V)
