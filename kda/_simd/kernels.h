@@ -84,7 +84,7 @@ typedef void kda_step_fn(float *o, float *s_out, float *work, const float *s_in,
  *
  * block_bf16 is the same with the operands of the three products with S (S, the decayed keys and queries; the
  * pending keys, the deltas) rounded to bfloat16, and everything else, S itself and all sums included, in float32:
- * within 2^-7 of the largest value for inputs of ordinary size. Faster only where the ISA multiplies bfloat16
+ * within 2^-6 of the largest value for inputs of ordinary size. Faster only where the ISA multiplies bfloat16
  * pairs.
  */
 typedef void kda_block_fn(float *o, float *s, float *work, const float *q, const float *k, const float *v,
