@@ -599,17 +599,13 @@ def test_step_nan_in_a_column_stays_there(isa):
 # ---- the delta rule in blocks ----
 
 BLOCK = int(re.findall(r"#define KDA_BLOCK (\d+)", HEADER)[0])
-BLOCK_WORK = re.search(r"#define KDA_BLOCK_WORK\(K\) ((?:.*\\\n)*.*)", HEADER)[1].replace("\\\n", "").replace("/", "//")
+BLOCK_WORK = re.findall(r"#define KDA_BLOCK_WORK\(K\)((?:.*\\\n)*.*)", HEADER)[0].replace("\\\n", "").replace("/", "//")
+BLOCK_ERRORS = {"block": 1e-6, "block_bf16": 2.0 ** -int(re.findall(r"within 2\^-(\d+) of the largest", HEADER)[0])}
 
 
 def block_work(K):
-    """The header's KDA_BLOCK_WORK: each call gets exactly this much, between guards."""
-    return eval(BLOCK_WORK, {"KDA_BLOCK": BLOCK, "K": K})
-
-
-def test_the_block_of_the_header_is_the_cores():
-    assert BLOCK == _core.BLOCK
-    assert block_work(1) == 16 * (32 + 192 + 3) + 1 + (32 + 64) + 8
+    """The floats that the header's macro asks for."""
+    return eval(BLOCK_WORK, {"K": K, "KDA_BLOCK": BLOCK})
 
 
 class Block:
@@ -647,52 +643,46 @@ class Block:
         return np.array(o), S
 
 
+def test_the_header_and_the_core_agree():
+    assert BLOCK == _core.BLOCK
+    assert block_work(1) > 3 * BLOCK * BLOCK
+    assert block_work(100) - block_work(98) >= 2 * 3 * BLOCK
+
+
+@pytest.mark.parametrize("name", BLOCK_ERRORS)
 @pytest.mark.parametrize("V", SIZES)
 @pytest.mark.parametrize("K", SIZES)
-def test_block(isa, K, V):
+def test_block(isa, K, V, name):
     for tokens in {1 + (7 * K + V) % BLOCK, BLOCK}:
         block = Block(tokens, K, V, seed=1000 * K + V)
-        o, s = block.run(isa)
+        o, s = block.run(isa, name=name)
         want_o, want_s = block.exact()
-        scalar_o, scalar_s = block.run("scalar")
-        for got, want in [(o, want_o), (s, want_s), (o, scalar_o), (s, scalar_s)]:
-            assert np.abs(got - want).max() <= 2e-6 * max(1, np.abs(want).max())
-        again_o, again_s = block.run(isa, gap=5)
+        scalar_o, scalar_s = block.run("scalar", name=name)
+        largest = max(np.abs(x).max() for x in (block.s, block.v, want_o, want_s))  # of what goes in and out
+        for got, want, scalar in [(o, want_o, scalar_o), (s, want_s, scalar_s)]:
+            assert np.abs(got - want).max() <= BLOCK_ERRORS[name] * largest
+            # on the edge of two bfloat16 the ISAs may part
+            assert np.abs(got - scalar).max() <= min(BLOCK_ERRORS[name], 2.0**-10) * largest
+        again_o, again_s = block.run(isa, gap=5, name=name)
         assert np.array_equal(bits(again_o), bits(o))
         assert np.array_equal(bits(again_s), bits(s))
 
 
+@pytest.mark.parametrize("name", BLOCK_ERRORS)
 @pytest.mark.parametrize("tokens", range(1, 17))
 @pytest.mark.parametrize(("K", "V"), [(1, 1), (17, 33), (64, 100), (129, 60)])
-def test_block_is_causal_and_by_columns(isa, K, V, tokens):
+def test_block_is_causal_and_by_columns(isa, K, V, tokens, name):
     """A token's output does not see how many follow, and a block of columns is on its own: to the bit."""
     block = Block(BLOCK, K, V)
-    o, _ = block.run(isa)
-    head_o, head_s = block.run(isa, tokens)
+    o, _ = block.run(isa, name=name)
+    head_o, head_s = block.run(isa, tokens, name=name)
     assert np.array_equal(bits(head_o), bits(o[:tokens].copy()))
     j = (7 * tokens) % V
     for j0, j1 in [(0, j), (j, V)]:
         if j1 > j0:
-            part_o, part_s = block.run(isa, tokens, j0, j1)
+            part_o, part_s = block.run(isa, tokens, j0, j1, name=name)
             assert np.array_equal(bits(part_o), bits(head_o[:, j0:j1].copy()))
             assert np.array_equal(bits(part_s), bits(head_s[:, j0:j1].copy()))
-
-
-@pytest.mark.parametrize("V", [1, 8, 17, 33, 64, 129])
-@pytest.mark.parametrize("K", [1, 3, 16, 33, 60, 128, 129])
-def test_block_bf16(isa, K, V):
-    """Within the header's 2^-6 of float64, and of scalar as far as a value on the edge of two bfloat16 allows."""
-    assert "within 2^-6 of the largest value" in HEADER
-    for tokens in {1 + (7 * K + V) % BLOCK, BLOCK}:
-        block = Block(tokens, K, V, seed=1000 * K + V)
-        block.beta /= 2  # nearer to 2, k k^T reflects: what was rounded comes back, and with few K in full
-        o, s = block.run(isa, name="block_bf16")
-        for got, scalar, want in zip((o, s), block.run("scalar", name="block_bf16"), block.exact(), strict=True):
-            assert np.abs(got - want).max() <= 2.0**-6 * max(1, np.abs(want).max())
-            assert np.abs(got - scalar).max() <= 2.0**-10 * max(1, np.abs(want).max())
-        head = max(1, tokens // 2)
-        again_o, _ = block.run(isa, head, gap=3, name="block_bf16")
-        assert np.array_equal(bits(again_o), bits(o[:head].copy()))
 
 
 def test_block_bf16_rounds_what_it_says(isa):
@@ -784,12 +774,13 @@ def test_nothing_is_touched_past_the_end(isa, n):
         assert ctypes.string_at(at["o"], o.nbytes) == o.tobytes()
         assert ctypes.string_at(at["s"], s.nbytes) == s.tobytes()
 
-        block = Block(BLOCK - 1, K, V)
-        ends = {name: before_a_forbidden_page(np.ascontiguousarray(getattr(block, name)))
-                for name in ("s", "q", "k", "v", "decay", "beta")}
-        ends |= {"o": before_a_forbidden_page(block.v),
-                 "work": before_a_forbidden_page(np.zeros(block_work(K), np.float32))}
-        at = {name: pointer for name, (pointer, _) in ends.items()}
-        kernel(isa, "block")(at["o"], at["s"], at["work"], at["q"], at["k"], at["v"], at["decay"], at["beta"],
-                             BLOCK - 1, K, V, V, V, V)
-        assert ctypes.string_at(at["s"], block.s.nbytes) == block.run(isa)[1].tobytes()
+        for which in BLOCK_ERRORS:
+            block = Block(BLOCK - 1, K, V)
+            ends = {name: before_a_forbidden_page(np.ascontiguousarray(getattr(block, name)))
+                    for name in ("s", "q", "k", "v", "decay", "beta")}
+            ends |= {"o": before_a_forbidden_page(block.v),
+                     "work": before_a_forbidden_page(np.zeros(block_work(K), np.float32))}
+            at = {name: pointer for name, (pointer, _) in ends.items()}
+            kernel(isa, which)(at["o"], at["s"], at["work"], at["q"], at["k"], at["v"], at["decay"], at["beta"],
+                               BLOCK - 1, K, V, V, V, V)
+            assert ctypes.string_at(at["s"], block.s.nbytes) == block.run(isa, name=which)[1].tobytes()
