@@ -103,16 +103,16 @@ def _spans(B: int, T: int, cu_seqlens: Any) -> list[tuple[int, int, int]]:
     return [(0, int(start), int(end)) for start, end in pairwise(cu_seqlens)]
 
 
-def chunk_kda(*args: Any, chunk_size: int = 64, return_intermediate_states: bool = False, safe_gate: bool = False,
-              disable_recompute: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+def chunk_kda(q: Any, k: Any, v: Any, *args: Any, chunk_size: int = 64, return_intermediate_states: bool = False,
+              safe_gate: bool = False, disable_recompute: bool = False, **kwargs: Any) -> tuple[Any, ...]:
     """The recurrence again: the chunked form is another way to compute it, not another definition."""
     checkpoints: list[list[F64]] = []
-    o, final = fused_recurrent_kda(*args, **kwargs, checkpoints=checkpoints)
+    o, final = fused_recurrent_kda(q, k, v, *args, **kwargs, checkpoints=checkpoints)
     if not return_intermediate_states:
         return o, final
-    HV, V = np.shape(args[2])[2:]
+    HV, V = np.shape(v)[2:]
     n = max((len(seen) for seen in checkpoints), default=0) // chunk_size
-    states = np.full((len(checkpoints), n, HV, np.shape(args[0])[3], V), np.nan)  # NaN: a shorter sequence has none
+    states = np.full((len(checkpoints), n, HV, np.shape(q)[3], V), np.nan)  # NaN: a shorter sequence has none
     for own, seen in zip(states, checkpoints, strict=True):
         for i, state in enumerate(seen[chunk_size - 1 :: chunk_size]):
             own[i] = state
