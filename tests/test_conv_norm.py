@@ -1,0 +1,160 @@
+"""causal_conv1d, causal_conv1d_update and rms_norm_gated."""
+import numpy as np
+import pytest
+from helpers import BF16, relative_error, same_bits
+
+import kda
+from kda import reference
+
+
+def conv_inputs(seed, B, T, D, W, N=None):
+    rng = np.random.default_rng(seed)
+    x, w, b = rng.standard_normal((B, T, D)), rng.standard_normal((D, W)), rng.standard_normal(D)
+    past = rng.standard_normal((B if N is None else N, D, W - 1))
+    return {n: a.astype(np.float32) for n, a in [("x", x), ("weight", w), ("bias", b), ("initial_state", past)]}
+
+
+def test_impulse(isa):
+    """Taps 1, 10, 100, 1000: the last tap is the current token."""
+    x, w = np.array([1, 0, 0, 0], np.float32).reshape(1, 4, 1), np.array([[1, 10, 100, 1000]], np.float32)
+    y, state = kda.causal_conv1d(x, w, activation=None, output_final_state=True, isa=isa)
+    assert y.ravel().tolist() == [1000, 100, 10, 1]
+    assert state.tolist() == [[[0, 0, 0]]]
+    silu, _ = kda.causal_conv1d(x / 1000, w[:, None], activation="silu", isa=isa)
+    assert abs(silu[0, 0, 0] - 0.7310586) <= 1e-7
+
+
+@pytest.mark.parametrize("activation", ["silu", "swish", None])
+@pytest.mark.parametrize(("B", "T", "D", "W"), [
+    (1, 1, 1, 1), (2, 2, 5, 4), (2, 3, 33, 4), (1, 40, 600, 4), (2, 9, 17, 8)])
+def test_conv(isa, B, T, D, W, activation):
+    x = conv_inputs(1, B, T, D, W)
+    want, want_state = reference.causal_conv1d(**x, activation=activation, output_final_state=True)
+    y, state = kda.causal_conv1d(**x, activation=activation, output_final_state=True, isa=isa)
+    assert relative_error(y, want) <= 1e-6
+    assert np.array_equal(state, want_state)  # raw inputs: copied, not computed
+
+
+def test_short_prompts_shift_the_history(isa):
+    x = conv_inputs(2, 1, 2, 3, 4)
+    _, state = kda.causal_conv1d(**x, output_final_state=True, isa=isa)
+    assert same_bits(state[:, :, :1].copy(), x["initial_state"][:, :, 2:].copy())
+    assert same_bits(state[:, :, 1:].copy(), np.ascontiguousarray(x["x"].swapaxes(1, 2)))
+
+
+@pytest.mark.parametrize("cut", range(8))
+def test_split_anywhere_and_go_on(isa, cut):
+    x = conv_inputs(3, 2, 7, 20, 4)
+    y, state = kda.causal_conv1d(**x, output_final_state=True, isa=isa)
+    y1, middle = kda.causal_conv1d(**x | {"x": x["x"][:, :cut]}, output_final_state=True, isa=isa)
+    y2, end = kda.causal_conv1d(**x | {"x": x["x"][:, cut:], "initial_state": middle}, output_final_state=True, isa=isa)
+    assert same_bits(np.concatenate([y1, y2], axis=1), y)
+    assert same_bits(end, state)
+
+
+def test_packed_sequences(isa):
+    cu = [0, 1, 1, 6, 30]
+    x = conv_inputs(4, 1, 30, 21, 4, N=4)
+    y, state = kda.causal_conv1d(**x, cu_seqlens=cu, output_final_state=True, isa=isa)
+    want, want_state = reference.causal_conv1d(**x, cu_seqlens=cu, output_final_state=True)
+    assert relative_error(y, want) <= 1e-6
+    assert np.array_equal(state, want_state)
+    assert same_bits(state[1], x["initial_state"][1])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BF16])
+def test_halves(isa, dtype):
+    x = conv_inputs(5, 2, 9, 33, 4)
+    x["x"] = x["x"].astype(dtype)
+    y, state = kda.causal_conv1d(**x, output_final_state=True, isa=isa)
+    wide, wide_state = kda.causal_conv1d(**x | {"x": x["x"].astype(np.float32)}, output_final_state=True, isa=isa)
+    assert same_bits(y, wide.astype(dtype))
+    assert same_bits(state, wide_state)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("form", ["C order", "channels last", "spaced"])
+@pytest.mark.parametrize("W", [2, 4, 5])
+def test_update(isa, W, form, wide):
+    """Token by token: the numbers of the whole, and the caller's own state moves on."""
+    x = conv_inputs(6, 2, 6, 20, W)
+    want, want_state = reference.causal_conv1d(**x, output_final_state=True)
+    past = x["initial_state"]
+    if wide:
+        past = np.concatenate([np.full((2, 20, 1), 9, np.float32), past], axis=2)
+    if form == "channels last":
+        state = np.ascontiguousarray(past.swapaxes(1, 2)).swapaxes(1, 2)
+    else:
+        state = np.full((2, 20, 2 * past.shape[2]), 7, np.float32)[:, :, ::2] if form == "spaced" else past.copy()
+        state[:] = past
+    for t in range(6):
+        y = kda.causal_conv1d_update(x["x"][:, t], state, x["weight"], x["bias"], isa=isa)
+        assert relative_error(y, want[:, t]) <= 1e-6
+    assert np.array_equal(state[:, :, -(W - 1):], want_state)
+    if form == "spaced":
+        assert (state.base[:, :, 1::2] == 7).all()
+
+
+def test_update_is_in_place_or_refused(isa):
+    x = conv_inputs(7, 2, 1, 8, 4)
+    state = x["initial_state"]
+    arguments = {"x": x["x"][:, 0], "weight": x["weight"], "isa": isa}
+    locked = state.copy()
+    locked.flags.writeable = False
+    for bad, error, message in [
+            (locked, ValueError, "state: is read-only"),
+            (state.astype(np.float64), TypeError, "state: expected a float32 array"),
+            (state.tolist(), TypeError, "state: expected a float32 array"),
+            (state[:1], ValueError, r"state: expected \[2, 8, 3\]"),
+            (np.lib.stride_tricks.as_strided(state, (2, 8, 3), (0, 12, 4)), ValueError, "state: is a broadcast view")]:
+        kept = np.array(bad)
+        with pytest.raises(error, match=message):
+            kda.causal_conv1d_update(state=bad, **arguments)
+        assert np.array_equal(np.array(bad), kept)
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"x": np.ones((2, 3), np.float32)}, ValueError, r"x: expected \[B, T, D >= 1\], got \[2, 3\]"),
+    ({"x": np.ones((1, 3, 4))}, TypeError, "x: expected float32, float16 or bfloat16, got float64"),
+    ({"weight": np.ones((5, 4), np.float32)}, ValueError, r"weight: expected \[4, .*\], got \[5, 4\]"),
+    ({"weight": np.ones((4, 9), np.float32)}, ValueError, r"weight: expected \[4, .*\], got \[4, 9\]"),
+    ({"bias": np.ones(5, np.float32)}, ValueError, r"bias: expected 4 values .*, got \[5\]"),
+    ({"activation": "relu"}, ValueError, "activation: .*relu"),
+    ({"initial_state": np.ones((1, 4, 2), np.float32)}, ValueError, r"initial_state: expected \[1, 4, 3\]"),
+    ({"cu_seqlens": [0, 2]}, ValueError, "cu_seqlens: expected to end at T = 3, got 2"),
+])
+def test_bad_conv_input(change, error, message):
+    with pytest.raises(error, match=message):
+        kda.causal_conv1d(**conv_inputs(8, 1, 3, 4, 4) | change)
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "silu"])
+@pytest.mark.parametrize("shape", [(5,), (3, 17), (2, 3, 4, 128), (2, 1, 2, 3, 60)])
+def test_norm(isa, shape, activation):
+    x, gate = np.random.default_rng(9).standard_normal((2, *shape)).astype(np.float32)
+    weight = np.random.default_rng(10).standard_normal(shape[-1]).astype(np.float32)
+    want = reference.rms_norm_gated(x, gate, weight, activation=activation)
+    assert relative_error(kda.rms_norm_gated(x, gate, weight, activation=activation, isa=isa), want) <= 1e-6
+    for dtype in (np.float16, BF16):
+        a, b = x.astype(dtype), gate.astype(dtype)
+        wide = kda.rms_norm_gated(a.astype(np.float32), b.astype(np.float32), weight, activation=activation, isa=isa)
+        assert same_bits(kda.rms_norm_gated(a, b, weight, activation=activation, isa=isa), wide.astype(dtype))
+
+
+def test_norm_by_hand(isa):
+    """x = (3, 4): the mean of squares is 12.5; norm first, then weight 2 and sigmoid(0) = 1/2."""
+    y = kda.rms_norm_gated(np.array([3, 4], np.float32), np.zeros(2, np.float32), np.full(2, 2, np.float32), 0, isa=isa)
+    assert np.abs(y - np.array([3, 4]) / 12.5**0.5).max() <= 1e-7
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"gate": np.ones((2, 4), np.float32)}, ValueError, r"gate: expected \[2, 3\] \(the shape of x\), got \[2, 4\]"),
+    ({"weight": np.ones(4, np.float32)}, ValueError, r"weight: expected 3 values .*, got \[4\]"),
+    ({"eps": -1.0}, ValueError, "eps: expected a number >= 0, got -1.0"),
+    ({"activation": None}, ValueError, "activation: .*None"),
+    ({"x": np.ones((2, 3))}, TypeError, r"x: .*got float64 \[2, 3\]"),
+])
+def test_bad_norm_input(change, error, message):
+    x = {"x": np.ones((2, 3), np.float32), "gate": np.ones((2, 3), np.float32), "weight": np.ones(3, np.float32)}
+    with pytest.raises(error, match=message):
+        kda.rms_norm_gated(**x | change)
