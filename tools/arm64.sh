@@ -4,7 +4,8 @@
 #
 #   tools/arm64.sh CACHE "CPU..." [pytest arguments]
 #
-# The CPUs are QEMU's: cortex-a53 (plain NEON), cortex-a76 (+ dotprod), max (everything). CACHE keeps Debian's arm64 Python and the aarch64 wheels from run to run. Once, as root:
+# The CPUs are QEMU's: cortex-a53 (plain NEON), cortex-a76 (+ dotprod), max (everything). CACHE keeps Debian's
+# arm64 Python and the aarch64 wheels from run to run. Once, as root:
 #   apt-get install -y --no-install-recommends qemu-user-static gcc-aarch64-linux-gnu libc6-dev-arm64-cross
 set -euo pipefail
 CACHE=$(mkdir -p "${1:?a cache folder}" && realpath "$1")
