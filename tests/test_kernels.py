@@ -157,7 +157,9 @@ def test_every_kernel_has_a_signature_here():
 def test_widen_f16_all_codes(isa):
     codes = np.arange(65536, dtype=np.uint16)
     got = all_of("widen_f16", isa, codes)
-    assert equal_but_nan(got, codes.view(np.float16).astype(np.float32))
+    with np.errstate(invalid="ignore"):  # AArch64 raises the flag where numpy widens a signalling NaN
+        expected = codes.view(np.float16).astype(np.float32)
+    assert equal_but_nan(got, expected)
     assert np.array_equal(np.signbit(got), codes >= 0x8000)
 
 

@@ -2,16 +2,17 @@
 # Builds and tests a copy of this tree as aarch64 on an x86-64 Debian: no chroot, no binfmt, no multiarch.
 # Python, its wheels and the tests are emulated; the compiler is a native cross compiler.
 #
-#   tools/arm64.sh CACHE [pytest arguments]
+#   tools/arm64.sh CACHE "CPU..." [pytest arguments]
 #
-# CACHE keeps Debian's arm64 Python and the aarch64 wheels from run to run. Once, as root:
+# The CPUs are QEMU's: cortex-a53 (plain NEON), cortex-a76 (+ dotprod), max (everything). CACHE keeps Debian's
+# arm64 Python and the aarch64 wheels from run to run. Once, as root:
 #   apt-get install -y --no-install-recommends qemu-user-static gcc-aarch64-linux-gnu libc6-dev-arm64-cross
 set -euo pipefail
 CACHE=$(mkdir -p "${1:?a cache folder}" && realpath "$1")
-shift
+CPUS=${2:?the CPU models}
+shift 2
 cd "$(dirname "$0")/.."
 ROOT=$CACHE/root SITE=$CACHE/site TREE=$CACHE/tree
-CPUS="cortex-a53 cortex-a76 max" # plain NEON, + dotprod, everything
 
 if [ ! -e "$CACHE/root.done" ]; then # Debian's arm64 Python, unpacked in a folder
     rm -rf "$ROOT" "$CACHE/apt"
