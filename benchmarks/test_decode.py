@@ -34,7 +34,7 @@ def test_decode(benchmark, name, isa, team, target):
             decode.step()
 
     got = beside_ceilings(benchmark, shape, isa, team, run, decode.states, tokens, rounds=60)
-    if got and isa == "avx512" and shape == counts.KIMI_LINEAR_LAYER and team == 1:
+    if got and isa.startswith("avx512") and shape == counts.KIMI_LINEAR_LAYER and team == 1:
         target("time over the FMA bound", 1 / got["share_of_fma"], 1.5)
     if got and isa == ISAS[0] and shape == counts.KIMI_LINEAR and team == kda.get_num_threads() > 1:
         target("time over the in-place pass", 1 / got["share_of_inplace"], 1.5)
@@ -55,7 +55,7 @@ def test_isas_side_by_side(benchmark, other, team, target, summary):
         ratio = median_ratio(rival_ns, [seconds * 1e9 for seconds in benchmark.stats.stats.data])
         benchmark.extra_info["times_the_best_isa"] = ratio
         summary(f"decode, 20 layers, {team} thread(s): {other} takes {ratio:.2f} x {ISAS[0]}")
-        if (ISAS[0], other) == ("avx512", "avx2"):
+        if ISAS[0].startswith("avx512") and other == "avx2":
             target("avx2 over avx512 from memory", ratio, 1.3)
 
 

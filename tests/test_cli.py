@@ -96,7 +96,7 @@ def test_check_passes_and_covers_every_isa(capsys):
     assert "FAILED" not in out
     assert err == ""  # no progress bar where stderr is not a terminal
     for case in ("softplus gate", "bounded gate", "GVA", "K 60, V 100", "varlen", "float16", "bfloat16", "-inf",
-                 "bfloat16, in blocks", "short convolution", "gated norm, sigmoid",
+                 "bfloat16, in blocks", "in blocks of bf16", "short convolution", "gated norm, sigmoid",
                  *check.GOLDEN):
         assert case in out
 
@@ -153,7 +153,8 @@ def test_check_fails_when_threads_change_a_bit(monkeypatch):
     with ceilings.threads(2):  # on one CPU as well
         monkeypatch.setattr(ops, "chunk_kda", spoiled(change, "chunk_kda"))
         results, _ = check.run(["scalar"])
-    assert [r.case for r in results if not r.passed] == ["1 thread = 2 threads, bit for bit, in blocks"]
+    assert [r.case for r in results if not r.passed] == [
+        f"64 tokens, 4 heads of 128 x 128, in blocks{of}: 1 thread = 2 threads" for of in ("", " of bf16")]
 
 
 def test_check_of_one_isa_leaves_the_others_out(capsys):
