@@ -42,8 +42,8 @@ class Layer:
         *qkv, g, beta, gate = (x.astype(np.float64) for x in self.projections)
         rows, histories = [], []
         for x, w, h in zip(qkv, self.weights, self.histories, strict=True):
-            y, final = reference.causal_conv1d(x.reshape(*x.shape[:2], len(w)), w, None, "silu", h.transpose(0, 2, 1), True,
-                                               cu_seqlens)
+            channels = x.reshape(*x.shape[:2], len(w))
+            y, final = reference.causal_conv1d(channels, w, None, "silu", h.transpose(0, 2, 1), True, cu_seqlens)
             rows.append(y.reshape(x.shape))
             histories.append(final.transpose(0, 2, 1))
         o, state = reference.fused_recurrent_kda(
