@@ -100,19 +100,50 @@ static void copy_state(float *s_out, const float *s_in, ptrdiff_t K, ptrdiff_t c
     }
 }
 
+/* What one item works on: sequence n, value head hv with its q/k head h, columns [j0, j0 + columns) of S; and its
+ * share of the scratch memory. */
+struct delta_item {
+    ptrdiff_t n, row, t0, t1, h, hv, j0, columns, ld;
+    float ea;
+    float *q, *k, *decay; /* [block, K] */
+    float *v, *o;         /* [block, ld] */
+    float *beta, *work;
+};
+
+static struct delta_item delta_item(const struct kda_job *job, ptrdiff_t item, int thread) {
+    struct delta_item it;
+    ptrdiff_t split = item % job->splits, width = padded((job->V + job->splits - 1) / job->splits);
+    it.hv = item / job->splits % job->HV;
+    it.h = it.hv / (job->HV / job->H);
+    it.n = item / job->splits / job->HV;
+    it.j0 = split * width;
+    it.columns = job->V - it.j0 < width ? job->V - it.j0 : width;
+    it.ld = padded(it.columns);
+    span(job->cu_seqlens, it.n, job->T, &it.row, &it.t0, &it.t1);
+    it.ea = gate_factor(job, it.hv);
+    it.q = job->scratch + thread * job->scratch_floats;
+    it.k = it.q + job->block * job->K;
+    it.decay = it.k + job->block * job->K;
+    it.v = it.q + padded(job->block * 3 * job->K);
+    it.o = it.v + job->block * it.ld;
+    it.beta = it.o + job->block * it.ld;
+    it.work = it.beta + KDA_BLOCK;
+    return it;
+}
+
 /* The rows x[t .. t + tokens) of one head, channels [c0, c0 + n), convolved and activated into y. */
 static void convolve(const struct kda_job *job, const struct kda_short_conv *conv, const struct kda_tensor *x,
-                     ptrdiff_t sequence, ptrdiff_t row, ptrdiff_t t0, ptrdiff_t t, ptrdiff_t tokens, ptrdiff_t head,
-                     ptrdiff_t j0, ptrdiff_t c0, ptrdiff_t n, float *y, ptrdiff_t ld, float *widened) {
+                     const struct delta_item *it, ptrdiff_t t, ptrdiff_t tokens, ptrdiff_t head, ptrdiff_t j0,
+                     ptrdiff_t c0, ptrdiff_t n, float *y, ptrdiff_t ld) {
     const float *rows[KDA_CONV_MAX + KDA_BLOCK];
     float *y_rows[KDA_BLOCK];
     ptrdiff_t past = job->conv_width - 1;
     for (ptrdiff_t i = 0; i < past + tokens; i++) {
         ptrdiff_t from = t - past + i;
-        if (from < t0)
-            rows[i] = at(&conv->past, sequence, past + from - t0, 0, c0);
-        else
-            rows[i] = as_f32(job->isa, x->dtype, at(x, row, from, head, j0), widened + i * n, n);
+        if (from < it->t0)
+            rows[i] = at(&conv->past, it->n, past + from - it->t0, 0, c0);
+        else /* work lies idle until the block begins */
+            rows[i] = as_f32(job->isa, x->dtype, at(x, it->row, from, head, j0), it->work + i * n, n);
     }
     for (ptrdiff_t i = 0; i < tokens; i++) y_rows[i] = y + i * ld;
     job->isa->conv(y_rows, rows, conv->taps + c0, NULL, tokens, n, conv->D, job->conv_width, KDA_SILU);
@@ -120,98 +151,102 @@ static void convolve(const struct kda_job *job, const struct kda_short_conv *con
 
 /* The last raw inputs of the sequence become its history. */
 static void keep_history(const struct kda_job *job, const struct kda_short_conv *conv, const struct kda_tensor *x,
-                         ptrdiff_t sequence, ptrdiff_t row, ptrdiff_t t0, ptrdiff_t t1, ptrdiff_t head,
-                         ptrdiff_t j0, ptrdiff_t c0, ptrdiff_t n) {
+                         const struct delta_item *it, ptrdiff_t head, ptrdiff_t j0, ptrdiff_t c0, ptrdiff_t n) {
     ptrdiff_t past = job->conv_width - 1;
     for (ptrdiff_t w = 0; w < past; w++) { /* oldest first: in place, a row is read before it is overwritten */
-        ptrdiff_t from = t1 - past + w;
-        float *next = (float *)at(&conv->next, sequence, w, 0, c0);
-        if (from >= t0)
-            get_f32(job->isa, x->dtype, next, at(x, row, from, head, j0), n);
-        else if (t1 > t0 || conv->next.data != conv->past.data)
-            memcpy(next, at(&conv->past, sequence, past + from - t0, 0, c0), (size_t)n * sizeof *next);
+        ptrdiff_t from = it->t1 - past + w;
+        float *next = (float *)at(&conv->next, it->n, w, 0, c0);
+        if (from >= it->t0)
+            get_f32(job->isa, x->dtype, next, at(x, it->row, from, head, j0), n);
+        else if (it->t1 > it->t0 || conv->next.data != conv->past.data)
+            memcpy(next, at(&conv->past, it->n, past + from - it->t0, 0, c0), (size_t)n * sizeof *next);
+    }
+}
+
+/* Tokens [t, t + tokens): q, k, v, decay and beta as the kernels want them, in scratch. */
+static void prepare_block(const struct kda_job *job, const struct delta_item *it, ptrdiff_t t, ptrdiff_t tokens) {
+    const struct kda_kernels *isa = job->isa;
+    ptrdiff_t K = job->K;
+    if (job->conv_width) {
+        ptrdiff_t c_qk = it->h * K, c_v = it->hv * job->V + it->j0;
+        convolve(job, &job->conv_q, &job->q, it, t, tokens, it->h, 0, c_qk, K, it->q, K);
+        convolve(job, &job->conv_k, &job->k, it, t, tokens, it->h, 0, c_qk, K, it->k, K);
+        convolve(job, &job->conv_v, &job->v, it, t, tokens, it->hv, it->j0, c_v, it->columns, it->v, it->ld);
+    }
+    for (ptrdiff_t i = 0; i < tokens; i++) {
+        ptrdiff_t row = it->row, now = t + i, ahead = now + AHEAD;
+        if (ahead < it->t1) {
+            prefetch_row(&job->q, at(&job->q, row, ahead, it->h, 0), K);
+            prefetch_row(&job->k, at(&job->k, row, ahead, it->h, 0), K);
+            prefetch_row(&job->g, at(&job->g, row, ahead, it->hv, 0), K);
+            prefetch_row(&job->v, at(&job->v, row, ahead, it->hv, it->j0), it->columns);
+        }
+        float *q_out = it->q + i * K, *k_out = it->k + i * K, *decay = it->decay + i * K;
+        const float *q = q_out, *k = k_out;
+        if (!job->conv_width) {
+            q = as_f32(isa, job->q.dtype, at(&job->q, row, now, it->h, 0), q_out, K);
+            k = as_f32(isa, job->k.dtype, at(&job->k, row, now, it->h, 0), k_out, K);
+            get_f32(isa, job->v.dtype, it->v + i * it->ld, at(&job->v, row, now, it->hv, it->j0), it->columns);
+        }
+        const float *g = log_decay(job, at(&job->g, row, now, it->hv, 0), it->hv, it->ea, decay);
+        isa->prepare(q_out, k_out, decay, q, k, g, job->scale, job->eps, K);
+        it->beta[i] = prepare_beta(job, at(&job->beta, row, now, it->hv, 0));
+    }
+}
+
+/* The outputs of the same tokens, through the gated norm if there is one, to where they belong. */
+static void finish_block(const struct kda_job *job, const struct delta_item *it, ptrdiff_t t, ptrdiff_t tokens) {
+    const struct kda_kernels *isa = job->isa;
+    for (ptrdiff_t i = 0; i < tokens; i++) {
+        float *o = it->o + i * it->ld;
+        if (job->o_gate.data) {
+            const void *at_gate = at(&job->o_gate, it->row, t + i, it->hv, 0);
+            const float *gate = as_f32(isa, job->o_gate.dtype, at_gate, it->v, job->V); /* v is done with */
+            isa->norm_gated(o, o, gate, job->norm_weight, job->norm_eps, job->V, job->norm_activation);
+        }
+        put_f32(isa, job->o.dtype, (void *)at(&job->o, it->row, t + i, it->hv, it->j0), o, it->columns);
     }
 }
 
 void kda_delta_item(const void *job_, ptrdiff_t item, int thread) {
     const struct kda_job *job = job_;
     const struct kda_kernels *isa = job->isa;
+    const struct delta_item it = delta_item(job, item, thread);
     ptrdiff_t K = job->K, V = job->V;
-    ptrdiff_t split = item % job->splits, hv = item / job->splits % job->HV, n = item / job->splits / job->HV;
-    ptrdiff_t h = hv / (job->HV / job->H);
-    ptrdiff_t width = padded((V + job->splits - 1) / job->splits);
-    ptrdiff_t j0 = split * width, columns = V - j0 < width ? V - j0 : width;
-    if (columns <= 0) return;
-    ptrdiff_t row, t0, t1;
-    span(job->cu_seqlens, n, job->T, &row, &t0, &t1);
+    if (it.columns <= 0) return;
 
-    float *q = job->scratch + thread * job->scratch_floats;
-    float *k = q + job->block * K, *decay = k + job->block * K, *v = q + padded(job->block * 3 * K);
-    ptrdiff_t ld = padded(columns);
-    float *o = v + job->block * ld, *beta = o + job->block * ld, *work = beta + KDA_BLOCK;
-
-    float *s = (float *)at(&job->s_out, n, 0, hv, j0);
-    const float *s_in = job->s_in.data ? at(&job->s_in, n, 0, hv, j0) : NULL;
-    if (s_in != s && (job->block > 1 || !s_in || t0 == t1)) { /* a step reads s_in itself; a block works in place */
-        copy_state(s, s_in, K, columns, V);
+    float *s = (float *)at(&job->s_out, it.n, 0, it.hv, it.j0);
+    const float *s_in = job->s_in.data ? at(&job->s_in, it.n, 0, it.hv, it.j0) : NULL;
+    if (s_in != s &&
+        (job->block > 1 || !s_in || it.t0 == it.t1)) { /* a step reads s_in itself; a block is in place */
+        copy_state(s, s_in, K, it.columns, V);
         s_in = s;
     }
 
-    float ea = gate_factor(job, hv);
+    kda_block_fn *block = job->flags & KDA_BF16_BLOCKS ? isa->block_bf16 : isa->block;
     ptrdiff_t tokens = 0, checkpoint = 0;
-    for (ptrdiff_t t = t0; t < t1; t += tokens) {
-        tokens = t1 - t < job->block ? t1 - t : job->block;
+    for (ptrdiff_t t = it.t0; t < it.t1; t += tokens) {
+        tokens = it.t1 - t < job->block ? it.t1 - t : job->block;
         if (job->states.data) { /* blocks end where a state is wanted */
-            ptrdiff_t left = job->spacing - (t - t0) % job->spacing;
+            ptrdiff_t left = job->spacing - (t - it.t0) % job->spacing;
             if (left < tokens) tokens = left;
         }
-        if (job->conv_width) {
-            convolve(job, &job->conv_q, &job->q, n, row, t0, t, tokens, h, 0, h * K, K, q, K, work);
-            convolve(job, &job->conv_k, &job->k, n, row, t0, t, tokens, h, 0, h * K, K, k, K, work);
-            convolve(job, &job->conv_v, &job->v, n, row, t0, t, tokens, hv, j0, hv * V + j0, columns, v, ld, work);
-        }
-        for (ptrdiff_t i = 0; i < tokens; i++) {
-            if (t + i + AHEAD < t1) {
-                prefetch_row(&job->q, at(&job->q, row, t + i + AHEAD, h, 0), K);
-                prefetch_row(&job->k, at(&job->k, row, t + i + AHEAD, h, 0), K);
-                prefetch_row(&job->g, at(&job->g, row, t + i + AHEAD, hv, 0), K);
-                prefetch_row(&job->v, at(&job->v, row, t + i + AHEAD, hv, j0), columns);
-            }
-            const float *q_row = q + i * K, *k_row = k + i * K;
-            if (!job->conv_width) {
-                q_row = as_f32(isa, job->q.dtype, at(&job->q, row, t + i, h, 0), q + i * K, K);
-                k_row = as_f32(isa, job->k.dtype, at(&job->k, row, t + i, h, 0), k + i * K, K);
-                get_f32(isa, job->v.dtype, v + i * ld, at(&job->v, row, t + i, hv, j0), columns);
-            }
-            const float *g_row = log_decay(job, at(&job->g, row, t + i, hv, 0), hv, ea, decay + i * K);
-            isa->prepare(q + i * K, k + i * K, decay + i * K, q_row, k_row, g_row, job->scale, job->eps, K);
-            beta[i] = prepare_beta(job, at(&job->beta, row, t + i, hv, 0));
-        }
-
+        prepare_block(job, &it, t, tokens);
         if (job->block == 1)
-            isa->step(o, s, work, s_in, q, k, v, decay, *beta, K, columns, V, V);
+            isa->step(it.o, s, it.work, s_in, it.q, it.k, it.v, it.decay, *it.beta, K, it.columns, V, V);
         else
-            (job->flags & KDA_BF16_BLOCKS ? isa->block_bf16 : isa->block)(o, s, work, q, k, v, decay, beta, tokens,
-                                                                          K, columns, ld, V, ld);
+            block(it.o, s, it.work, it.q, it.k, it.v, it.decay, it.beta, tokens, K, it.columns, it.ld, V, it.ld);
         s_in = s;
-
-        for (ptrdiff_t i = 0; i < tokens; i++) {
-            if (job->o_gate.data) {
-                const float *gate = as_f32(isa, job->o_gate.dtype, at(&job->o_gate, row, t + i, hv, 0), v, V);
-                isa->norm_gated(o + i * ld, o + i * ld, gate, job->norm_weight, job->norm_eps, V,
-                                job->norm_activation);
-            }
-            put_f32(isa, job->o.dtype, (void *)at(&job->o, row, t + i, hv, j0), o + i * ld, columns);
-        }
-        if (job->states.data && (t - t0 + tokens) % job->spacing == 0)
-            copy_state((float *)at(&job->states, n, checkpoint++, hv, j0), s, K, columns, V);
+        finish_block(job, &it, t, tokens);
+        if (job->states.data && (t - it.t0 + tokens) % job->spacing == 0)
+            copy_state((float *)at(&job->states, it.n, checkpoint++, it.hv, it.j0), s, K, it.columns, V);
     }
 
     if (!job->conv_width) return;
-    keep_history(job, &job->conv_v, &job->v, n, row, t0, t1, hv, j0, hv * V + j0, columns);
-    if (split || hv % (job->HV / job->H)) return; /* the first item of a q/k head keeps its history */
-    keep_history(job, &job->conv_q, &job->q, n, row, t0, t1, h, 0, h * K, K);
-    keep_history(job, &job->conv_k, &job->k, n, row, t0, t1, h, 0, h * K, K);
+    keep_history(job, &job->conv_v, &job->v, &it, it.hv, it.j0, it.hv * V + it.j0, it.columns);
+    if (it.j0 || it.hv % (job->HV / job->H)) return; /* the first item of a q/k head keeps its history */
+    keep_history(job, &job->conv_q, &job->q, &it, it.h, 0, it.h * K, K);
+    keep_history(job, &job->conv_k, &job->k, &it, it.h, 0, it.h * K, K);
 }
 
 void kda_gate_item(const void *job_, ptrdiff_t item, int thread) {
