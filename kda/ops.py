@@ -20,6 +20,7 @@ from kda.runtime import isa_index
 _F32 = np.dtype(np.float32)
 _F16 = np.dtype(np.float16)
 _I64 = np.dtype(np.int64)
+_U16 = np.dtype(np.uint16)  # bfloat16 on its way through the core
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 
 Array = NDArray[Any]
@@ -46,7 +47,7 @@ def _input(name: str, x: Any, inner: bool = True) -> Array:
     if dtype is not _F32:
         _check_dtype(name, x)
         if dtype == _BF16:
-            x = x.view(np.uint16)
+            x = x.view(_U16)
         elif not dtype.isnative:
             x = x.astype(dtype.newbyteorder("="))
     flags = x.flags
@@ -75,8 +76,24 @@ def _output(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inp
         raise TypeError(f"{name}: expected a numpy array to write into, got {type(x).__name__}")
     if x.dtype != dtype or x.shape != shape:
         raise ValueError(f"{name}: expected {dtype} {list(shape)}, got {_described(x)}")
-    if not x.flags.writeable:
+    flags = x.flags
+    if not flags.writeable:
         raise ValueError(f"{name}: is read-only; an update in place would be lost")
+    if not flags.c_contiguous:
+        _check_strides(name, x, inner)
+    if not flags.aligned:
+        raise ValueError(f"{name}: is not aligned to its element size")
+    if dtype is _BF16:
+        x = x.view(_U16)
+    if _core.overlap(x, tuple(inputs.values())) >= 0:  # the ranges meet; do the elements?
+        for other, array in inputs.items():
+            if array is not None and np.shares_memory(x, array):
+                raise ValueError(f"{name}: overlaps {other}; pass a separate array")
+    return x
+
+
+def _check_strides(name: str, x: Array, inner: int) -> None:
+    """The `inner` last axes contiguous, and no two elements in one place."""
     run = x.itemsize
     for axis in range(x.ndim - 1, -1, -1):
         step = x.strides[axis]
@@ -84,14 +101,6 @@ def _output(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inp
             raise ValueError(f"{name}: axis {axis} has a stride of {step} bytes, expected {run}; "
                              f"pass a C-contiguous array")
         run = max(run, run * x.shape[axis] if axis >= x.ndim - inner else abs(step) * x.shape[axis])
-    if not x.flags.aligned:
-        raise ValueError(f"{name}: is not aligned to its element size")
-    x = x.view(np.uint16) if dtype == _BF16 else x
-    if _core.overlap(x, tuple(inputs.values())) >= 0:  # the ranges meet; do the elements?
-        for other, array in inputs.items():
-            if array is not None and np.shares_memory(x, array):
-                raise ValueError(f"{name}: overlaps {other}; pass a separate array")
-    return x
 
 
 def _floats(name: str, x: Any, size: int, what: str) -> Array | None:
@@ -357,8 +366,8 @@ def _delta(
     if out is None:
         o = np.empty((B, T, HV, V), v.dtype)
     else:
-        o = _output("out", out, v.shape, _BF16 if v.dtype == np.uint16 else v.dtype,
-                    inputs | {"initial_state": initial, "state_out": state_out})
+        inputs["initial_state"], inputs["state_out"] = initial, state_out
+        o = _output("out", out, v.shape, _BF16 if v.dtype == _U16 else v.dtype, inputs)
 
     states = None
     if intermediate:
@@ -374,7 +383,7 @@ def _delta(
 
     if out is not None:
         o = out
-    elif o.dtype == np.uint16:
+    elif o.dtype == _U16:
         o = o.view(_BF16)
     if state_v_first and states is not None:
         states = np.ascontiguousarray(np.swapaxes(states, 3, 4))
@@ -464,7 +473,7 @@ def l2norm(x: Array, eps: float = 1e-6, *, isa: str | None = None) -> Array:
     y = np.empty(x.shape, x.dtype)
     four = (1, -1, 1, x.shape[-1])
     _core.l2norm(row, y.reshape(four), x.reshape(four), eps)
-    return y.view(_BF16) if y.dtype == np.uint16 else y
+    return y.view(_BF16) if y.dtype == _U16 else y
 
 
 def fused_kda_layer(
@@ -506,7 +515,7 @@ def fused_kda_layer(
     _core.delta(row, o, state, state, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, q.shape[3]**-0.5,
                 lower_bound or 0.0, 1e-6, flags, chunked, None, 0, arrays,
                 (gate, norm_weight, norm_eps, _activation(activation, ("sigmoid", "silu", "swish"))))
-    return o.view(_BF16) if o.dtype == np.uint16 else o
+    return o.view(_BF16) if o.dtype == _U16 else o
 
 
 # ---- epilogues ----
@@ -590,7 +599,7 @@ def causal_conv1d(
     y = np.empty(x.shape, x.dtype)
     final = np.empty((N, D, W - 1), np.float32) if output_final_state else None
     _core.conv(row, y, final, x, initial_state, np.ascontiguousarray(w.T).reshape(-1), bias, cu_seqlens, act)
-    return (y.view(_BF16) if y.dtype == np.uint16 else y), final
+    return (y.view(_BF16) if y.dtype == _U16 else y), final
 
 
 def causal_conv1d_update(
@@ -655,7 +664,7 @@ def causal_conv1d_update(
                    None, act)
         if wide:
             state[:, :, 0] = oldest
-    return y.view(_BF16) if y.dtype == np.uint16 else y
+    return y.view(_BF16) if y.dtype == _U16 else y
 
 
 def rms_norm_gated(
@@ -696,7 +705,7 @@ def rms_norm_gated(
     y = np.empty(x.shape, x.dtype)
     if y.size:
         _core.norm_gated(row, _four(y), _four(x), _four(gate), w, eps, act)
-    return y.view(_BF16) if y.dtype == np.uint16 else y
+    return y.view(_BF16) if y.dtype == _U16 else y
 
 
 def _four(x: Array) -> Array:
