@@ -465,14 +465,15 @@ def test_gates(isa, n, name, with_bias):
 
 
 @pytest.mark.parametrize("name", ["gate_softplus", "gate_bounded"])
-def test_gates_over_all_floats(isa, name):
-    x, ea = FLOAT32_BITS.view(np.float32), np.float32(2.5)
-    x, y = Guarded(x), blank(x.size)
-    kernel(isa, name)(y, x, None, float(ea), -5.0, y.array.size)
+@pytest.mark.parametrize(("ea", "bound"), [(2.5, -5.0), (1.99, -7.9)])
+def test_gates_over_all_floats(isa, name, ea, bound):
+    ea, bound = np.float32(ea), np.float64(np.float32(bound))
+    x, y = Guarded(FLOAT32_BITS.view(np.float32)), blank(FLOAT32_BITS.size)
+    kernel(isa, name)(y, x, None, float(ea), float(bound), y.array.size)
     with np.errstate(all="ignore"):
         z = x.array.astype(np.float64)
         want = -np.float64(ea) * reference.softplus(z) if name == "gate_softplus" else (
-            -5.0 * reference.sigmoid(ea * x.array))
+            bound * reference.sigmoid(ea * x.array))
     error = ulps(y.array, want)
     if name == "gate_softplus":  # ea enlarges the spacing of subnormals that softplus was rounded to
         small = z < -87
