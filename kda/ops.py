@@ -343,7 +343,7 @@ def _delta(
     if initial is not None:
         initial = np.asarray(initial)
         want = (N, HV, V, K) if state_v_first else state_shape
-        if initial.dtype.newbyteorder("=") != _F32:
+        if initial.dtype is not _F32 and initial.dtype.newbyteorder("=") != _F32:
             raise TypeError(f"initial_state: expected float32 {list(want)}, got {_described(initial)}; "
                             f"convert with initial_state.astype(np.float32)")
         if initial.shape != want:
