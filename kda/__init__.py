@@ -10,11 +10,13 @@ from kda.ops import (
     l2norm,
     rms_norm_gated,
 )
+from kda.quant import QuantizedMatrix
 from kda.runtime import get_num_threads, isas, set_num_threads, show_runtime
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "QuantizedMatrix",
     "causal_conv1d",
     "causal_conv1d_update",
     "chunk_kda",

@@ -60,6 +60,9 @@ def kernel_addresses(int isa):
         "block_bf16": <size_t>t.block_bf16, "conv": <size_t>t.conv,
         "conv_step": <size_t>t.conv_step, "norm_gated": <size_t>t.norm_gated,
         "probe_update": <size_t>t.probe_update, "probe_fma": <size_t>t.probe_fma,
+        "probe_read": <size_t>t.probe_read, "probe_idot": <size_t>t.probe_idot,
+        "quantize": <size_t>t.quantize, "amax": <size_t>t.amax, "encode": <size_t>t.encode,
+        "idot_q8": <size_t>t.idot_q8, "idot_q4": <size_t>t.idot_q4,
     }
 
 
@@ -470,6 +473,102 @@ def conv_step(int isa, y, state, x, weight, bias, int activation):
     run(&kda_conv_step_item, &job, items, threads, False)
 
 
+# ---- group-quantised matrices ----
+
+def matrix_layout(int isa):
+    """(lanes, q8_bias, idot_tokens) of an ISA: what packed weights depend on, and the tokens of a full block."""
+    cdef const kda_kernels *t = kernels_of(isa)
+    return t.lanes, t.q8_bias, t.idot_tokens
+
+
+cdef int matrix(_Buffers buffers, kda_matrix *m, int isa, codes, scales, Py_ssize_t N, Py_ssize_t K, Py_ssize_t group,
+                int bits, bint writable) except -1:
+    """A packed matrix: codes uint8 and scales uint16, one-dimensional and contiguous, of just the right sizes."""
+    cdef Py_buffer *view
+    if N < 1 or K < 1 or bits not in (4, 8) or group < 8 or group % 8 or group > 512:
+        raise ValueError("bad matrix shape, bits or group")
+    m.isa, m.N, m.K, m.group, m.bits = kernels_of(isa), N, K, group, bits
+    m.groups = (K + group - 1) // group
+    view = buffers.get(codes, writable)
+    if view.ndim != 1 or view.itemsize != 1 or view.strides[0] != 1 or (
+            view.shape[0] != kda_matrix_tiles(m) * kda_matrix_tile_bytes(m)):
+        raise ValueError("bad packed codes")
+    m.codes = <unsigned char *>view.buf
+    view = buffers.get(scales, writable)
+    if view.ndim != 1 or view.itemsize != 2 or view.strides[0] != 2 or <size_t>view.buf % 2 or (
+            view.shape[0] != kda_matrix_tiles(m) * m.groups * m.isa.lanes):
+        raise ValueError("bad packed scales")
+    m.scales = <unsigned short *>view.buf
+    return 0
+
+
+def matrix_pack(int isa, codes, scales, canonical_codes, canonical_scales, Py_ssize_t K, Py_ssize_t group, int bits,
+                bint unpack):
+    """Canonical codes [N, bytes] and scales uint16 [N, groups] into a packed matrix, or back again with `unpack`."""
+    cdef _Buffers buffers = _Buffers()
+    cdef kda_pack_job job
+    cdef Py_buffer *c = buffers.get(canonical_codes, unpack)
+    cdef Py_buffer *s = buffers.get(canonical_scales, unpack)
+    if c.ndim != 2 or s.ndim != 2 or c.itemsize != 1 or s.itemsize != 2 or c.shape[0] != s.shape[0]:
+        raise ValueError("bad canonical arrays")
+    matrix(buffers, &job.m, isa, codes, scales, c.shape[0], K, group, bits, not unpack)
+    if c.shape[1] != job.m.groups * group * bits // 8 or s.shape[1] != job.m.groups or c.strides[1] != 1 or (
+            s.strides[1] != 2 or s.strides[0] % 2 or <size_t>s.buf % 2):
+        raise ValueError("bad canonical shapes")
+    job.codes, job.scales = <unsigned char *>c.buf, <unsigned short *>s.buf
+    job.ld_codes, job.ld_scales = c.strides[0], s.strides[0] // 2
+    cdef Py_ssize_t tiles = kda_matrix_tiles(&job.m)
+    cdef int threads = <int>min(<Py_ssize_t>threads_for(job.m.N * K), tiles)
+    run(&kda_unpack_item if unpack else &kda_pack_item, &job, tiles, threads, False)
+
+
+def matrix_encode(int isa, codes, scales, bad, w, Py_ssize_t group, int bits):
+    """Quantise w [N, K] into a packed matrix. bad int64 [tiles]: -1, or row * groups + group that has no scale."""
+    cdef _Buffers buffers = _Buffers()
+    cdef kda_encode_job job
+    cdef Py_ssize_t N, K
+    cdef Py_buffer *view
+    N, K = w.shape
+    matrix(buffers, &job.m, isa, codes, scales, N, K, group, bits, True)
+    buffers.tensor(&job.w, w, (N, K), 1, False)
+    view = buffers.get(bad, True)
+    cdef Py_ssize_t tiles = kda_matrix_tiles(&job.m)
+    if view.ndim != 1 or view.itemsize != 8 or view.shape[0] != tiles or view.strides[0] != 8:
+        raise ValueError("bad status array")
+    job.bad = <int64_t *>view.buf
+    cdef int threads = <int>min(<Py_ssize_t>threads_for(4 * N * K), tiles)
+    job.scratch_floats = rounded(kda_encode_scratch(&job.m))
+    job.scratch = buffers.scratch(threads, job.scratch_floats)
+    run(&kda_encode_item, &job, tiles, threads, False)
+
+
+def matrix_multiply(int isa, y, x, codes, scales, Py_ssize_t N, Py_ssize_t group, int bits):
+    """y float32 [T, N] = x [T, K] times a packed matrix, with x quantised to int8 by token and group."""
+    cdef _Buffers buffers = _Buffers()
+    cdef kda_idot_job job
+    cdef kda_tensor t
+    cdef Py_ssize_t T, K, padded
+    T, K = x.shape
+    matrix(buffers, &job.m, isa, codes, scales, N, K, group, bits, False)
+    buffers.tensor(&job.x, x, (T, K), 1, False)
+    buffers.tensor(&t, y, (T, N), 1, True)
+    if t.dtype != KDA_F32:
+        raise ValueError("y is float32")
+    job.y, job.ld_y, job.T = <float *>t.data, t.batch, T
+    padded = job.m.groups * group
+    cdef int threads = threads_for(T * N * K // 8)
+    job.scratch_floats = rounded(kda_idot_scratch(&job.m))
+    # the activations of all tokens lie behind the threads' scratch: codes, scales, sums
+    cdef Py_ssize_t floats = rounded(T * padded // 4 + 2 * T * job.m.groups)
+    job.scratch = buffers.scratch(1, threads * job.scratch_floats + floats)
+    job.x_scales = job.scratch + threads * job.scratch_floats
+    job.x_sums = <int *>(job.x_scales + T * job.m.groups)
+    job.x_codes = <signed char *>(job.x_sums + T * job.m.groups)
+    cdef Py_ssize_t blocks = kda_idot_blocks(&job), chunks = kda_idot_chunks(&job)
+    run(&kda_idot_quantize_item, &job, blocks, <int>min(<Py_ssize_t>threads_for(T * K // 4), max(blocks, 1)), False)
+    run(&kda_idot_item, &job, chunks, <int>min(<Py_ssize_t>threads, chunks), False)
+
+
 # ---- ceilings ----
 
 cdef struct probe_job:
@@ -514,3 +613,43 @@ def probe_fma(int isa, Py_ssize_t rounds):
     cdef int threads = threads_for(1 << 60)
     run(&probe_fma_item, &job, threads, threads, False)
     return threads * rounds * job.isa.probe_fma(&sink, 1)
+
+
+cdef void probe_read_item(const void *job_, Py_ssize_t item, int thread) noexcept nogil:
+    cdef const probe_job *job = <const probe_job *>job_
+    cdef Py_ssize_t start = job.n * item // job.items, end = job.n * (item + 1) // job.items
+    cdef float sink
+    if end > start:
+        sink = job.isa.probe_read(job.s + start, end - start)
+        if sink == 1e30:  # never, but the compiler cannot know
+            job.s[start] = sink
+
+
+cdef void probe_idot_item(const void *job_, Py_ssize_t item, int thread) noexcept nogil:
+    cdef const probe_job *job = <const probe_job *>job_
+    cdef float sink
+    job.isa.probe_idot(&sink, job.n)
+
+
+def probe_read(int isa, s):
+    """Reads contiguous float32 once, on the threads that a large call would use."""
+    cdef _Buffers buffers = _Buffers()
+    cdef kda_tensor t
+    cdef probe_job job
+    buffers.tensor(&t, s, s.shape, 1, True)
+    if t.dtype != KDA_F32:
+        raise ValueError("s is float32")
+    job.isa, job.s, job.n = kernels_of(isa), <float *>t.data, s.shape[0]
+    cdef int threads = threads_for(job.n)
+    job.items = 32 * threads
+    run(&probe_read_item, &job, job.items, threads, False)
+
+
+def probe_idot(int isa, Py_ssize_t rounds):
+    """Runs `rounds` of register-only int8 multiply-adds on every thread; returns how many were done in all."""
+    cdef probe_job job
+    cdef float sink
+    job.isa, job.n = kernels_of(isa), rounds
+    cdef int threads = threads_for(1 << 60)
+    run(&probe_idot_item, &job, threads, threads, False)
+    return threads * rounds * job.isa.probe_idot(&sink, 1)

@@ -33,6 +33,16 @@ cdef extern from "kernels.h" nogil:
         void *norm_gated
         void (*probe_update)(float *, float, float, Py_ssize_t) noexcept nogil
         Py_ssize_t (*probe_fma)(float *, Py_ssize_t) noexcept nogil
+        float (*probe_read)(const float *, Py_ssize_t) noexcept nogil
+        Py_ssize_t (*probe_idot)(float *, Py_ssize_t) noexcept nogil
+        void *quantize
+        void *amax
+        void *encode
+        void *idot_q8
+        void *idot_q4
+        int lanes
+        int q8_bias
+        int idot_tokens
 
     struct kda_isa:
         const kda_kernels *kernels
@@ -161,3 +171,55 @@ cdef extern from "jobs.h" nogil:
     Py_ssize_t kda_conv_scratch(const kda_conv_job *) noexcept
     void kda_conv_item(const void *, Py_ssize_t, int) noexcept
     void kda_conv_step_item(const void *, Py_ssize_t, int) noexcept
+
+cdef extern from "quant.h" nogil:
+    struct kda_matrix:
+        const kda_kernels *isa
+        unsigned char *codes
+        unsigned short *scales
+        Py_ssize_t N
+        Py_ssize_t K
+        Py_ssize_t groups
+        Py_ssize_t group
+        int bits
+
+    Py_ssize_t kda_matrix_tiles(const kda_matrix *) noexcept
+    Py_ssize_t kda_matrix_tile_bytes(const kda_matrix *) noexcept
+
+    struct kda_pack_job:
+        kda_matrix m
+        unsigned char *codes
+        unsigned short *scales
+        Py_ssize_t ld_codes
+        Py_ssize_t ld_scales
+
+    void kda_pack_item(const void *, Py_ssize_t, int) noexcept
+    void kda_unpack_item(const void *, Py_ssize_t, int) noexcept
+
+    struct kda_encode_job:
+        kda_matrix m
+        kda_tensor w
+        int64_t *bad
+        float *scratch
+        Py_ssize_t scratch_floats
+
+    Py_ssize_t kda_encode_scratch(const kda_matrix *) noexcept
+    void kda_encode_item(const void *, Py_ssize_t, int) noexcept
+
+    struct kda_idot_job:
+        kda_matrix m
+        kda_tensor x
+        float *y
+        Py_ssize_t T
+        Py_ssize_t ld_y
+        signed char *x_codes
+        float *x_scales
+        int *x_sums
+        float *scratch
+        Py_ssize_t scratch_floats
+
+    Py_ssize_t kda_idot_scratch(const kda_matrix *) noexcept
+    Py_ssize_t kda_idot_blocks(const kda_idot_job *) noexcept
+    Py_ssize_t kda_idot_chunks(const kda_idot_job *) noexcept
+    void kda_idot_quantize_item(const void *, Py_ssize_t, int) noexcept
+    void kda_idot_item(const void *, Py_ssize_t, int) noexcept

@@ -12,7 +12,8 @@ _ROWS = _core.isa_rows()
 _INDEX = {name: i for i, (name, runs_here, _) in enumerate(_ROWS) if runs_here}
 
 # The bits of cpu.h, for people.
-_FEATURES = ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "neon", "avx512bf16"]
+_FEATURES = ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "neon", "avx512bf16",
+             "avx512vnni", "avxvnni", "dotprod", "i8mm"]
 
 
 def isas() -> dict[str, bool]:

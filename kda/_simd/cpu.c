@@ -34,21 +34,24 @@ uint32_t kda_cpu_features(void) {
     if (!(c1 & OSXSAVE)) return 0;
     uint32_t saved = xcr0();
     cpuid(7, 0, r);
-    uint32_t b7 = r[1], subleaves = r[0];
+    uint32_t b7 = r[1], c7 = r[2], a71 = 0;
+    if (r[0] >= 1) {
+        cpuid(7, 1, r);
+        a71 = r[0];
+    }
     if ((saved & YMM) == YMM) {
         if (c1 >> 12 & 1) found |= KDA_FMA;
         if (c1 >> 29 & 1) found |= KDA_F16C;
         if (b7 >> 5 & 1) found |= KDA_AVX2;
+        if (a71 >> 4 & 1) found |= KDA_AVXVNNI;
     }
     if ((saved & ZMM) == ZMM) {
         if (b7 >> 16 & 1) found |= KDA_AVX512F;
         if (b7 >> 17 & 1) found |= KDA_AVX512DQ;
         if (b7 >> 30 & 1) found |= KDA_AVX512BW;
         if (b7 >> 31 & 1) found |= KDA_AVX512VL;
-        if (subleaves >= 1) {
-            cpuid(7, 1, r);
-            if (r[0] >> 5 & 1) found |= KDA_AVX512BF16;
-        }
+        if (c7 >> 11 & 1) found |= KDA_AVX512VNNI;
+        if (a71 >> 5 & 1) found |= KDA_AVX512BF16;
     }
     return found;
 }
@@ -58,10 +61,22 @@ uint32_t kda_cpu_features(void) {
 #if defined(__linux__)
 #include <sys/auxv.h>
 uint32_t kda_cpu_features(void) {
-    enum { HWCAP_ASIMD_BIT = 1 << 1 };
-    return getauxval(AT_HWCAP) & HWCAP_ASIMD_BIT ? KDA_NEON : 0;
+    enum { ASIMD = 1 << 1, ASIMDDP = 1 << 20, I8MM = 1 << 13 }; /* the kernel's bits: HWCAP, HWCAP, HWCAP2 */
+    unsigned long cap = getauxval(AT_HWCAP), cap2 = getauxval(AT_HWCAP2);
+    return (cap & ASIMD ? KDA_NEON : 0u) | (cap & ASIMDDP ? KDA_DOTPROD : 0u) | (cap2 & I8MM ? KDA_I8MM : 0u);
 }
-#else /* macOS and Windows on Arm require Advanced SIMD */
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+static int has(const char *name) {
+    int value = 0;
+    size_t size = sizeof value;
+    return sysctlbyname(name, &value, &size, 0, 0) == 0 && value;
+}
+uint32_t kda_cpu_features(void) {
+    return KDA_NEON | (has("hw.optional.arm.FEAT_DotProd") ? KDA_DOTPROD : 0u) |
+           (has("hw.optional.arm.FEAT_I8MM") ? KDA_I8MM : 0u);
+}
+#else /* Windows on Arm requires Advanced SIMD */
 uint32_t kda_cpu_features(void) { return KDA_NEON; }
 #endif
 

@@ -12,7 +12,11 @@ enum {
     KDA_AVX512VL = 1 << 5,
     KDA_AVX512DQ = 1 << 6,
     KDA_NEON = 1 << 7,
-    KDA_AVX512BF16 = 1 << 8
+    KDA_AVX512BF16 = 1 << 8,
+    KDA_AVX512VNNI = 1 << 9,
+    KDA_AVXVNNI = 1 << 10,
+    KDA_DOTPROD = 1 << 11,
+    KDA_I8MM = 1 << 12
 };
 
 uint32_t kda_cpu_features(void);

@@ -17,7 +17,9 @@
 #include "kernels.h"
 #include "lanes.h"
 
+#ifndef ISA_NAME /* isa_avxvnni.c includes this file under its own name */
 #define ISA_NAME avx2
+#endif
 #define W 8
 #define COLS 4
 #define MR 6
@@ -101,9 +103,54 @@ KDA_INLINE void vstore_bf16(uint16_t *p, f32xw x) {
     _mm_storeu_si128((__m128i *)(void *)p, h);
 }
 
+/* ---- int8 ---- */
+
+typedef __m256i i32xw;
+#define IDOT_TOKENS 4
+#ifdef HAVE_VNNI
+#define Q8_BIAS 128
+#else
+#define Q8_BIAS 0
+#endif
+
+KDA_INLINE i32xw ivload(const void *p) { return _mm256_loadu_si256(p); }
+KDA_INLINE i32xw ivset1(int32_t a) { return _mm256_set1_epi32(a); }
+KDA_INLINE i32xw ivquad(const int8_t *p) {
+    int32_t quad;
+    memcpy(&quad, p, 4);
+    return _mm256_set1_epi32(quad);
+}
+KDA_INLINE i32xw ivkeep(i32xw x) {
+    KEEP(x);
+    return x;
+}
+KDA_INLINE i32xw ivlow(i32xw w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
+KDA_INLINE i32xw ivhigh(i32xw w) { return _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(15)); }
+KDA_INLINE i32xw ivsub(i32xw a, i32xw b) { return _mm256_sub_epi32(a, b); }
+KDA_INLINE f32xw ivtof(i32xw x) { return _mm256_cvtepi32_ps(x); }
+KDA_INLINE void vtoi8(int8_t *p, f32xw x) {
+    __m256i n = _mm256_cvtps_epi32(x);
+    __m128i h = _mm_packs_epi32(_mm256_castsi256_si128(n), _mm256_extracti128_si256(n, 1));
+    _mm_storel_epi64((__m128i *)(void *)p, _mm_packs_epi16(h, h));
+}
+#ifdef HAVE_VNNI
+KDA_INLINE i32xw ivdot_q4(i32xw c, i32xw u, i32xw a) { return _mm256_dpbusd_avx_epi32(c, u, a); }
+KDA_INLINE i32xw ivdot_q8(i32xw c, i32xw w, i32xw a) { return ivdot_q4(c, w, a); }
+#else
+/* vpmaddubsw adds two products u8 x s8 with saturation at 32767: 2 * 128 * 127 = 32512 stays below, so |w| with a's
+ * sign turned is exact, and nibbles are. */
+KDA_INLINE i32xw ivdot_q4(i32xw c, i32xw u, i32xw a) {
+    return _mm256_add_epi32(c, _mm256_madd_epi16(_mm256_maddubs_epi16(u, a), _mm256_set1_epi16(1)));
+}
+KDA_INLINE i32xw ivdot_q8(i32xw c, i32xw w, i32xw a) {
+    return ivdot_q4(c, _mm256_abs_epi8(w), _mm256_sign_epi8(a, w));
+}
+#endif
+
 #include "math.inc"
 #include "probe.inc"
 #include "step.inc"
 #include "block.inc"
 #include "epilogue.inc"
+#include "idot.inc"
 #include "table.inc"

@@ -118,9 +118,60 @@ KDA_INLINE void vpair_along(float *y, const float *x, ptrdiff_t n) {
 KDA_INLINE f32xw vdot_pairs(f32xw a, f32xw b, f32xw c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 #endif
 
+/* ---- int8 ---- */
+
+typedef __m512i i32xw;
+#define IDOT_TOKENS 12
+#ifdef HAVE_VNNI
+#define Q8_BIAS 128
+#else
+#define Q8_BIAS 0
+#endif
+
+KDA_INLINE i32xw ivload(const void *p) { return _mm512_loadu_si512(p); }
+KDA_INLINE i32xw ivset1(int32_t a) { return _mm512_set1_epi32(a); }
+KDA_INLINE i32xw ivquad(const int8_t *p) {
+    int32_t quad;
+    memcpy(&quad, p, 4);
+    return _mm512_set1_epi32(quad);
+}
+KDA_INLINE i32xw ivkeep(i32xw x) {
+    KEEP(x);
+    return x;
+}
+KDA_INLINE i32xw ivlow(i32xw w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
+KDA_INLINE i32xw ivhigh(i32xw w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15)); }
+KDA_INLINE i32xw ivsub(i32xw a, i32xw b) { return _mm512_sub_epi32(a, b); }
+KDA_INLINE f32xw ivtof(i32xw x) { return _mm512_cvtepi32_ps(x); }
+KDA_INLINE void vtoi8(int8_t *p, f32xw x) {
+    _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+}
+#ifdef HAVE_VNNI
+KDA_INLINE i32xw ivdot_q4(i32xw c, i32xw u, i32xw a) {
+#if defined(_MSC_VER) || defined(KDA_EMULATED)
+    return _mm512_dpbusd_epi32(c, u, a);
+#else /* tied to its register: gcc 12 copies and spills the sums of the intrinsic */
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(c) : "v"(u), "v"(a));
+    return c;
+#endif
+}
+KDA_INLINE i32xw ivdot_q8(i32xw c, i32xw w, i32xw a) { return ivdot_q4(c, w, a); }
+#else
+/* vpmaddubsw adds two products u8 x s8 with saturation at 32767: 2 * 128 * 127 = 32512 stays below, so |w| with a's
+ * sign turned is exact, and nibbles are. */
+KDA_INLINE i32xw ivdot_q4(i32xw c, i32xw u, i32xw a) {
+    return _mm512_add_epi32(c, _mm512_madd_epi16(_mm512_maddubs_epi16(u, a), _mm512_set1_epi16(1)));
+}
+KDA_INLINE i32xw ivdot_q8(i32xw c, i32xw w, i32xw a) {
+    i32xw turned = _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(w), _mm512_setzero_si512(), a);
+    return ivdot_q4(c, _mm512_abs_epi8(w), turned);
+}
+#endif
+
 #include "math.inc"
 #include "probe.inc"
 #include "step.inc"
 #include "block.inc"
 #include "epilogue.inc"
+#include "idot.inc"
 #include "table.inc"

@@ -1,4 +1,4 @@
-/* avx512bf16: avx512 with vdpbf16ps for the products with S in block_bf16.
+/* avx512bf16: avx512vnni with vdpbf16ps for the products with S in block_bf16.
  *
  *   vdpbf16ps zmm       Cooper Lake, Sapphire Rapids, Zen 4: 32 multiply-adds, at 1 per cycle where vfmadd has 1 or
  * 2 vcvtne2ps2bf16 zmm  32 floats to bfloat16, with vpermw to interleave two rows: once per panel of S and block
@@ -9,6 +9,7 @@
 #error "isa_avx512bf16.c needs -mavx512bf16"
 #endif
 #define ISA_NAME avx512bf16
+#define HAVE_VNNI 1
 #ifndef HAVE_PAIRS /* the emulation comes with it defined */
 #define HAVE_PAIRS 1
 #endif

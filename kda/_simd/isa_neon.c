@@ -15,7 +15,9 @@
 #include "kernels.h"
 #include "lanes.h"
 
+#ifndef ISA_NAME /* isa_dotprod.c and isa_i8mm.c include this file under their own names */
 #define ISA_NAME neon
+#endif
 #define W 4
 #define COLS 8
 #define MR 8
@@ -83,9 +85,50 @@ KDA_INLINE f32xw vround_bf16(f32xw x) {
 }
 KDA_INLINE void vstore_bf16(uint16_t *p, f32xw x) { vst1_u16(p, vshrn_n_u32(rounded_up_bf16(x), 16)); }
 
+/* ---- int8 ---- */
+
+typedef int32x4_t i32xw;
+#define IDOT_TOKENS 8
+#define Q8_BIAS 0
+
+KDA_INLINE i32xw ivload(const void *p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
+KDA_INLINE i32xw ivset1(int32_t a) { return vdupq_n_s32(a); }
+KDA_INLINE i32xw ivquad(const int8_t *p) {
+    int32_t quad;
+    memcpy(&quad, p, 4);
+    return vdupq_n_s32(quad);
+}
+KDA_INLINE i32xw ivkeep(i32xw x) {
+    KEEP(x);
+    return x;
+}
+KDA_INLINE i32xw ivlow(i32xw w) { return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(w), vdupq_n_u8(15))); }
+KDA_INLINE i32xw ivhigh(i32xw w) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(w), 4)); }
+KDA_INLINE i32xw ivsub(i32xw a, i32xw b) { return vsubq_s32(a, b); }
+KDA_INLINE f32xw ivtof(i32xw x) { return vcvtq_f32_s32(x); }
+KDA_INLINE void vtoi8(int8_t *p, f32xw x) {
+    int16x4_t h = vmovn_s32(vcvtnq_s32_f32(x));
+    int8x8_t b = vmovn_s16(vcombine_s16(h, h));
+    vst1_lane_s32((int32_t *)(void *)p, vreinterpret_s32_s8(b), 0);
+}
+#ifdef HAVE_DOTPROD
+KDA_INLINE i32xw ivdot_q8(i32xw c, i32xw w, i32xw a) {
+    return vdotq_s32(c, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(a));
+}
+#else
+/* Products in int16, added in pairs there (2 * 128 * 127 = 32512 fits), then pairs of those into int32. */
+KDA_INLINE i32xw ivdot_q8(i32xw c, i32xw w, i32xw a) {
+    int8x16_t x = vreinterpretq_s8_s32(w), y = vreinterpretq_s8_s32(a);
+    int16x8_t low = vmull_s8(vget_low_s8(x), vget_low_s8(y)), high = vmull_high_s8(x, y);
+    return vpadalq_s16(c, vpaddq_s16(low, high));
+}
+#endif
+KDA_INLINE i32xw ivdot_q4(i32xw c, i32xw u, i32xw a) { return ivdot_q8(c, u, a); }
+
 #include "math.inc"
 #include "probe.inc"
 #include "step.inc"
 #include "block.inc"
 #include "epilogue.inc"
+#include "idot.inc"
 #include "table.inc"

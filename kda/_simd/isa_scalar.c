@@ -218,4 +218,88 @@ static ptrdiff_t probe_fma(float *y, ptrdiff_t n) {
     return n * 8;
 }
 
+/* ---- IDOT ---- */
+
+#define W 4 /* rows to a tile: any number will do */
+#define Q8_BIAS 0
+#define IDOT_TOKENS 1
+
+static float amax(const float *x, ptrdiff_t n) {
+    float most = 0.0f, finite = 0.0f;
+    for (ptrdiff_t i = 0; i < n; i++) {
+        if (fabsf(x[i]) > most) most = fabsf(x[i]);
+        finite += x[i] * 0.0f;
+    }
+    return most + finite;
+}
+
+static int8_t nearest(float x, float limit) {
+    x = rintf(x);
+    return (int8_t)(x > limit ? limit : x < -limit ? -limit : x == x ? x : 0.0f);
+}
+
+static int32_t quantize(int8_t *codes, float *scale, const float *x, ptrdiff_t n) {
+    float most = amax(x, n), inverse = most == 0.0f ? 0.0f : 127.0f / most;
+    *scale = most / 127.0f;
+    if (!(inverse <= 0x1p127f)) inverse = 0x1p127f, *scale = most != most ? most : 0x1p-127f;
+    int32_t sum = 0;
+    for (ptrdiff_t i = 0; i < n; i++) sum += codes[i] = nearest(x[i] * inverse, 127.0f);
+    return sum;
+}
+
+static void encode(int8_t *codes, const float *w, float scale, int limit, ptrdiff_t n) {
+    for (ptrdiff_t i = 0; i < n; i++) /* in float64 the quotient is never on the wrong side of a tie */
+        codes[i] = scale == 0.0f ? 0 : nearest((float)rint((double)w[i] / (double)scale), (float)limit);
+}
+
+static void idot_q8(float *y, const uint8_t *codes, const uint16_t *scales, const int8_t *x, const float *x_scales,
+                    const int32_t *x_sums, ptrdiff_t tokens, ptrdiff_t rows, ptrdiff_t groups, ptrdiff_t group,
+                    ptrdiff_t ld_y) {
+    (void)x_sums;
+    for (ptrdiff_t t = 0; t < tokens; t++)
+        for (ptrdiff_t r = 0; r < rows; r++) {
+            float sum = 0.0f;
+            for (ptrdiff_t g = 0; g < groups; g++) {
+                int32_t exact = 0;
+                for (ptrdiff_t i = g * group; i < (g + 1) * group; i++)
+                    exact += (int8_t)codes[i / 4 * 4 * W + 4 * r + i % 4] * x[(i / 4 * tokens + t) * 4 + i % 4];
+                sum += (float)exact * (f32_of_f16(scales[g * W + r]) * x_scales[g * tokens + t]);
+            }
+            y[t * ld_y + r] = sum;
+        }
+}
+
+static void idot_q4(float *y, const uint8_t *codes, const uint16_t *scales, const int8_t *x, const float *x_scales,
+                    const int32_t *x_sums, ptrdiff_t tokens, ptrdiff_t rows, ptrdiff_t groups, ptrdiff_t group,
+                    ptrdiff_t ld_y) {
+    (void)x_sums;
+    for (ptrdiff_t t = 0; t < tokens; t++)
+        for (ptrdiff_t r = 0; r < rows; r++) {
+            float sum = 0.0f;
+            for (ptrdiff_t g = 0; g < groups; g++) {
+                int32_t exact = 0;
+                for (ptrdiff_t i = g * group; i < (g + 1) * group; i++) {
+                    int byte = codes[i / 8 * 4 * W + 4 * r + i % 4], code = (i % 8 < 4 ? byte & 15 : byte >> 4) - 8;
+                    exact += code * x[(i / 4 * tokens + t) * 4 + i % 4];
+                }
+                sum += (float)exact * (f32_of_f16(scales[g * W + r]) * x_scales[g * tokens + t]);
+            }
+            y[t * ld_y + r] = sum;
+        }
+}
+
+static float probe_read(const float *s, ptrdiff_t n) {
+    float sum = 0.0f;
+    for (ptrdiff_t i = 0; i < n; i++) sum += s[i];
+    return sum;
+}
+
+static ptrdiff_t probe_idot(float *y, ptrdiff_t n) {
+    int32_t acc[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    for (ptrdiff_t i = 0; i < n; i++)
+        for (int j = 0; j < 8; j++) acc[j] += (int8_t)i * (int8_t)j;
+    *y = (float)(acc[0] + acc[1] + acc[2] + acc[3] + acc[4] + acc[5] + acc[6] + acc[7]);
+    return n * 8;
+}
+
 #include "table.inc"

@@ -115,10 +115,42 @@ typedef void kda_conv_step_fn(float *y, float *state, const float *x, const floa
 typedef void kda_norm_gated_fn(float *y, const float *x, const float *gate, const float *weight, float eps,
                                ptrdiff_t n, int activation);
 
+/* ---- IDOT: int8 activations times group-quantised weights ----
+ *
+ * Weights lie in tiles of `lanes` rows (a row per vector lane). A tile's codes, group after group:
+ *     q8  [group / 4][lanes][4]   four consecutive codes of each row, each plus q8_bias as a byte
+ *     q4  [group / 8][lanes][4]   byte i: code i of eight in its low nibble, code i + 4 in its high one, each plus
+ * 8 and its scales [groups][lanes] float16. Activations of a block of tokens lie by quads: codes [K / 4][tokens][4]
+ * in [-127, 127], scales [groups][tokens], sums of the codes of a group [groups][tokens] so that a vector of
+ * weights meets a broadcast quad, and no sum runs across lanes.
+ */
+
+/* Activations of one token and group: scale = max|x| / 127 (2^-127 at least, 0 for all zeros), code = x / scale
+ * rounded to nearest, ties to even; the same bits on every ISA. NaN or infinity in x makes the scale NaN. Returns
+ * the sum of the codes. n is a multiple of 4. */
+typedef int32_t kda_quantize_fn(int8_t *codes, float *scale, const float *x, ptrdiff_t n);
+
+/* Weights of one row and group: amax = max|w| (NaN if any w is NaN); and, for the scale then stored, the nearest
+ * codes within
+ * [-limit, limit], so that |w - code * scale| <= scale / 2. scale > 0, or 0 where all w are 0. */
+typedef float kda_amax_fn(const float *w, ptrdiff_t n);
+typedef void kda_encode_fn(int8_t *codes, const float *w, float scale, int limit, ptrdiff_t n);
+
+/* One tile of `rows` <= lanes rows times a block of `tokens` (1, 2, 4 or idot_tokens) tokens:
+ *     y[t * ld_y + r] = sum over groups, in order, of (float)(integer sum) * (scale of row and group * scale of
+ * token and group) Integer sums are exact, each float operation is rounded once: all ISAs give the same bits.
+ * `group` is a multiple of 8, at most 512. */
+typedef void kda_idot_fn(float *y, const uint8_t *codes, const uint16_t *scales, const int8_t *x,
+                         const float *x_scales, const int32_t *x_sums, ptrdiff_t tokens, ptrdiff_t rows,
+                         ptrdiff_t groups, ptrdiff_t group, ptrdiff_t ld_y);
+
 /* ---- ceilings: what this ISA reaches when nothing else is in the way ---- */
 
 /* s = s * a + b in place: the memory traffic of a state update, and nothing more. */
 typedef void kda_probe_update_fn(float *s, float a, float b, ptrdiff_t n);
+
+/* The sum of n floats, four at a time: what reading alone costs. */
+typedef float kda_probe_read_fn(const float *s, ptrdiff_t n);
 
 /* Multiply-adds in registers, n rounds; returns how many multiply-adds were done. y: one float. */
 typedef ptrdiff_t kda_probe_fma_fn(float *y, ptrdiff_t n);
@@ -138,6 +170,13 @@ struct kda_kernels {
     kda_norm_gated_fn *norm_gated;
     kda_probe_update_fn *probe_update;
     kda_probe_fma_fn *probe_fma;
+    kda_probe_read_fn *probe_read;
+    kda_probe_fma_fn *probe_idot; /* int8 ones, as idot_q8 makes them */
+    kda_quantize_fn *quantize;
+    kda_amax_fn *amax;
+    kda_encode_fn *encode;
+    kda_idot_fn *idot_q8, *idot_q4;
+    int lanes, q8_bias, idot_tokens;
 };
 
 /* ---- dispatch.c ---- */

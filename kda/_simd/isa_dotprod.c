@@ -1,0 +1,13 @@
+/* dotprod: neon with sdot for IDOT.
+ *
+ *   sdot 4s         Cortex-A55/A75 and later, Neoverse, Apple: 16 multiply-adds s8 x s8, latency 4, 2 per cycle or
+ * more
+ *
+ * Both factors are signed: the codes lie as they are. All else is isa_neon.c, compiled once more.
+ */
+#ifndef __ARM_FEATURE_DOTPROD
+#error "isa_dotprod.c needs -march=armv8.2-a+dotprod"
+#endif
+#define ISA_NAME dotprod
+#define HAVE_DOTPROD 1
+#include "isa_neon.c"

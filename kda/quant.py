@@ -1,0 +1,262 @@
+"""Group-quantised weight matrices and their products with int8 activations (IDOT)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kda import _core
+from kda.ops import _BF16, _F16, _F32, _U16, Array, _described, _input, _output, _shape_error
+from kda.runtime import isa_index, isas
+
+_BITS = (8, 4)
+_GROUPS = (32, 64, 128)
+_FORMAT = "kda-quantized-matrix"  # in the metadata of saved files
+_TOKENS = 1024  # tokens multiplied in one call of the core: bounds what the quantised activations take
+
+
+class QuantizedMatrix:
+    """A matrix [N, K] of int8 or int4 codes with a float16 scale for each row and group of `group_size` columns.
+
+    The canonical form is Q8G (8 bits, 8.125 bits a weight with groups of 128) and Q4G (4 bits, 4.125):
+
+        codes   int8 [N, Kp], or uint8 [N, Kp / 2]: two codes plus 8 in a byte, the lower column in the low nibble
+        scales  float16 [N, Kp / group_size]
+
+    with Kp = K padded with zeros to whole groups; a weight is code * scale. In memory the codes lie packed for one
+    ISA, once; `codes` and `scales` give the canonical form back, bit for bit. Made by `quantize`, `from_codes`,
+    `from_gguf`, `concatenate` or `load`.
+
+    Attributes: shape (N, K), bits, group_size, isa (the ISA it is packed for), nbytes (of the packed form).
+    """
+
+    def __init__(self, packed_codes: NDArray[np.uint8], packed_scales: NDArray[np.uint16], shape: tuple[int, int],
+                 bits: int, group_size: int, isa: str) -> None:
+        """For the class methods: arrays as the core packs them."""
+        self._codes, self._scales = packed_codes, packed_scales
+        self.shape, self.bits, self.group_size, self.isa = shape, bits, group_size, isa
+        self._row = isa_index(isa)
+
+    # ---- making ----
+
+    @classmethod
+    def quantize(cls, w: Array, bits: int = 8, group_size: int = 128, *, isa: str | None = None) -> QuantizedMatrix:
+        """Quantise w [N, K] (float32, float16 or bfloat16): scale = max|w| / 127 (8 bits) or / 7 (4 bits) in
+        float16, code = w / scale to nearest, so that |w - code * scale| <= scale / 2 for every weight.
+
+        Where a subnormal scale would round down too far for that, the next one up is taken.
+
+        Raises TypeError for float64 or integers; ValueError for shapes, bits or group_size, and for a group whose
+        scale float16 cannot hold (NaN, infinity, too large), with its row and group.
+        """
+        w = _input("w", w)
+        if w.ndim != 2 or w.size == 0:
+            raise _shape_error("w", w, ["N >= 1", "K >= 1"])
+        N, K = w.shape
+        self = cls._blank((N, K), bits, group_size, isa)
+        bad = np.empty(-(-N // _core.matrix_layout(self._row)[0]), np.int64)
+        _core.matrix_encode(self._row, self._codes, self._scales, bad, w, group_size, bits)
+        if (bad >= 0).any():
+            groups = -(-K // group_size)
+            row, group = divmod(int(bad[bad >= 0][0]), groups)
+            part = np.asarray(w)[row, group * group_size:(group + 1) * group_size]
+            largest = np.abs(part.view(_BF16) if part.dtype == _U16 else part).astype(np.float64).max()
+            raise ValueError(f"w: row {row}, group {group} (columns {group * group_size} to "
+                             f"{min(K, (group + 1) * group_size) - 1}) has max|w| = {largest:g}, whose scale is not a "
+                             f"finite float16; expected finite weights up to {65504 * (127 if bits == 8 else 7):g}")
+        return self
+
+    @classmethod
+    def from_codes(cls, codes: Array, scales: Array, shape: Sequence[int], bits: int = 8, group_size: int = 128, *,
+                   isa: str | None = None) -> QuantizedMatrix:
+        """From the canonical form, read-only and memory-mapped arrays included; they are read once and not kept.
+
+        codes : int8 [N, Kp] (8 bits) or uint8 [N, Kp / 2] (4 bits); a flat array of as many bytes is taken too, and
+            uint8 for int8. scales : float16 [N, Kp / group_size], or its bits as uint16. shape : (N, K).
+
+        Raises TypeError for other dtypes, ValueError for shapes that do not fit.
+        """
+        N, K = (int(n) for n in shape)
+        if N < 1 or K < 1:
+            raise ValueError(f"shape: expected (N >= 1, K >= 1), got {tuple(shape)}")
+        _check_form(bits, group_size)
+        groups = -(-K // group_size)
+        codes, scales = np.asarray(codes), np.asarray(scales)
+        if codes.dtype.itemsize != 1 or codes.dtype.kind not in "iu" or (bits == 4 and codes.dtype.kind != "u"):
+            raise TypeError(f"codes: expected {'int8' if bits == 8 else 'uint8'}, got {_described(codes)}")
+        if scales.dtype.newbyteorder("=") not in (_F16, _U16):
+            raise TypeError(f"scales: expected float16, got {_described(scales)}")
+        row_bytes = groups * group_size * bits // 8
+        if codes.shape not in ((N, row_bytes), (N * row_bytes,)):
+            raise _shape_error("codes", codes, (N, row_bytes), f" for shape {(N, K)} in groups of {group_size}")
+        if scales.shape not in ((N, groups), (N * groups,)):
+            raise _shape_error("scales", scales, (N, groups), f" for shape {(N, K)} in groups of {group_size}")
+        codes, scales = codes.reshape(N, row_bytes), scales.reshape(N, groups)
+        if row_bytes > 1 and codes.strides[1] != 1:
+            codes = np.ascontiguousarray(codes)
+        if not (scales.flags.c_contiguous and scales.flags.aligned and scales.dtype.isnative):
+            scales = np.array(scales, dtype=scales.dtype.newbyteorder("="), order="C")
+        self = cls._blank((N, K), bits, group_size, isa)
+        _core.matrix_pack(self._row, self._codes, self._scales, codes, scales.view(_U16), K, group_size, bits, False)
+        return self
+
+    @classmethod
+    def from_gguf(cls, data: Array, shape: Sequence[int], quantization: str, *,
+                  isa: str | None = None) -> QuantizedMatrix:
+        """From the blocks of a GGUF tensor: "Q8_0" or "Q4_0", both groups of 32.
+
+        data : uint8, N * K / 32 blocks of 34 or 18 bytes, in any shape: `tensor.data` of the gguf package's reader.
+        shape : (N, K); the reader's `tensor.shape` is the other way round. K is a multiple of 32.
+
+        Raises ValueError for another quantisation or a size that does not fit.
+        """
+        sizes = {"Q8_0": 34, "Q4_0": 18}
+        if quantization not in sizes:
+            raise ValueError(f"quantization: expected 'Q8_0' or 'Q4_0', got {quantization!r}")
+        N, K = (int(n) for n in shape)
+        data = np.asarray(data)
+        size = sizes[quantization]
+        if data.dtype != np.uint8 or K % 32 or data.size != N * K // 32 * size:
+            raise ValueError(f"data: expected uint8 of {N} x {K} / 32 blocks of {size} bytes, got {_described(data)}")
+        blocks = data.reshape(N, K // 32, size)
+        scales = np.ascontiguousarray(blocks[:, :, :2]).view("<f2")[:, :, 0]
+        codes = blocks[:, :, 2:]
+        if quantization == "Q4_0":  # byte i: code i in its low nibble, code i + 16 in its high one
+            each = np.concatenate([codes & 15, codes >> 4], axis=2)
+            codes = each[:, :, 0::2] | each[:, :, 1::2] << 4
+        return cls.from_codes(np.ascontiguousarray(codes).reshape(N, -1), scales, (N, K), 8 if size == 34 else 4, 32,
+                              isa=isa)
+
+    @classmethod
+    def concatenate(cls, matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+        """The rows of several matrices of one K, bits and group_size as one matrix: projections that share an input
+        quantise it once and are one call. Raises ValueError where they differ."""
+        if not matrices:
+            raise ValueError("matrices: expected at least one")
+        first = matrices[0]
+        for i, m in enumerate(matrices):
+            if (m.shape[1], m.bits, m.group_size) != (first.shape[1], first.bits, first.group_size):
+                raise ValueError(f"matrices[{i}]: expected K, bits, group_size = {first.shape[1]}, {first.bits}, "
+                                 f"{first.group_size}, got {m.shape[1]}, {m.bits}, {m.group_size}")
+        N = sum(m.shape[0] for m in matrices)
+        return cls.from_codes(np.concatenate([m.codes for m in matrices]), np.concatenate([m.scales for m in matrices]),
+                              (N, first.shape[1]), first.bits, first.group_size, isa=first.isa)
+
+    @classmethod
+    def _blank(cls, shape: tuple[int, int], bits: int, group_size: int, isa: str | None) -> QuantizedMatrix:
+        """Uninitialised, of the right sizes; the codes start on a cache line."""
+        _check_form(bits, group_size)
+        row = isa_index(isa)
+        lanes = _core.matrix_layout(row)[0]
+        tiles, groups = -(-shape[0] // lanes), -(-shape[1] // group_size)
+        size = tiles * lanes * groups * group_size * bits // 8
+        raw = np.empty(size + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+        return cls(raw[start:start + size], np.empty(tiles * lanes * groups, np.uint16), shape, bits, group_size,
+                   list(isas())[row])
+
+    # ---- using ----
+
+    def matmul(self, x: Array, out: NDArray[np.float32] | None = None) -> Array:
+        """x [..., K] times the transpose: [..., N], in x's dtype.
+
+        x (float32, float16 or bfloat16) is quantised by token and group to int8, scale max|x| / 127, to nearest,
+        ties to even; products are summed exactly in int32 within a group, then scaled and summed in float32 group
+        by group. The result has the same bits on every ISA and for any number of threads. A NaN or infinity in a
+        token's x makes that token's outputs NaN.
+
+        out : float32 C-contiguous [..., N] to write into (x float32); it is returned.
+
+        Raises TypeError for float64 or integers; ValueError for shapes, or an `out` that cannot be written.
+        """
+        N, K = self.shape
+        x = _input("x", x)
+        if x.ndim < 1 or x.shape[-1] != K:
+            raise _shape_error("x", x, ["...", K])
+        shape = (*x.shape[:-1], N)
+        if out is None:
+            y = np.empty(shape, np.float32)
+        else:
+            if x.dtype != _F32:
+                raise TypeError(f"out: is float32 and needs float32 x, got {x.dtype if x.dtype != _U16 else _BF16}")
+            y = _output("out", out, shape, _F32, {"x": x}, inner=len(shape))
+        rows, results = x.reshape(-1, K), y.reshape(-1, N)
+        for t in range(0, len(rows), _TOKENS):
+            _core.matrix_multiply(self._row, results[t:t + _TOKENS], rows[t:t + _TOKENS], self._codes, self._scales, N,
+                                  self.group_size, self.bits)
+        if out is not None:
+            return out
+        return y if x.dtype == _F32 else y.astype(_BF16 if x.dtype == _U16 else _F16)
+
+    @property
+    def codes(self) -> Array:
+        """Canonical codes, a new array: int8 [N, Kp], or uint8 [N, Kp / 2]."""
+        return self._canonical()[0]
+
+    @property
+    def scales(self) -> NDArray[np.float16]:
+        """Canonical scales, a new array: float16 [N, Kp / group_size]."""
+        return self._canonical()[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed codes and scales."""
+        return self._codes.nbytes + self._scales.nbytes
+
+    def dequantize(self) -> NDArray[np.float32]:
+        """code * scale as float32 [N, K]."""
+        codes, scales = self._canonical()
+        if self.bits == 4:
+            pairs = np.stack([codes & 15, codes >> 4], axis=2).reshape(len(codes), -1)
+            codes = pairs.astype(np.int8) - np.int8(8)
+        grouped = codes.reshape(*scales.shape, self.group_size) * scales.astype(np.float32)[:, :, None]
+        return np.ascontiguousarray(grouped.reshape(self.shape[0], -1)[:, :self.shape[1]])
+
+    def _canonical(self) -> tuple[Array, NDArray[np.float16]]:
+        N, K = self.shape
+        groups = -(-K // self.group_size)
+        codes = np.empty((N, groups * self.group_size * self.bits // 8), np.uint8)
+        scales = np.empty((N, groups), np.uint16)
+        _core.matrix_pack(self._row, self._codes, self._scales, codes, scales, K, self.group_size, self.bits, True)
+        return codes.view(np.int8) if self.bits == 8 else codes, scales.view(np.float16)
+
+    def __repr__(self) -> str:
+        return (f"QuantizedMatrix(shape={self.shape}, bits={self.bits}, group_size={self.group_size}, "
+                f"isa={self.isa!r}, nbytes={self.nbytes})")
+
+    # ---- keeping ----
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the canonical form as safetensors: a file written on one ISA loads on any."""
+        from safetensors.numpy import save_file
+
+        codes, scales = self._canonical()
+        save_file({"codes": codes, "scales": scales}, path, metadata={
+            "format": _FORMAT, "version": "1", "shape": f"{self.shape[0]},{self.shape[1]}", "bits": str(self.bits),
+            "group_size": str(self.group_size)})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, isa: str | None = None) -> QuantizedMatrix:
+        """Read what `save` wrote. Raises ValueError for a file of another kind, version or shape."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="numpy") as file:
+                about = file.metadata() or {}
+                if about.get("format") != _FORMAT or about.get("version") != "1":
+                    raise ValueError(f"{path}: expected a {_FORMAT} file of version 1, got {about or 'no metadata'}")
+                shape = tuple(int(n) for n in about["shape"].split(","))
+                return cls.from_codes(file.get_tensor("codes"), file.get_tensor("scales"), shape, int(about["bits"]),
+                                      int(about["group_size"]), isa=isa)
+        except (SafetensorError, KeyError) as error:
+            raise ValueError(f"{path}: is not a complete {_FORMAT} file: {error}") from error
+
+
+def _check_form(bits: int, group_size: int) -> None:
+    if bits not in _BITS:
+        raise ValueError(f"bits: expected 8 or 4, got {bits!r}")
+    if group_size not in _GROUPS:
+        raise ValueError(f"group_size: expected one of 32, 64, 128, got {group_size!r}")
