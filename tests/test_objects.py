@@ -162,4 +162,4 @@ def test_flags_neither_assume_this_machine_nor_relax_arithmetic(setup_py):
     rows = setup_py.isa_rows("X86_64") + setup_py.isa_rows("AARCH64")
     flags = {flag for _, gnu, msvc in rows for flag in gnu + msvc} | {*setup_py.GNU_FLAGS, *setup_py.MSVC_FLAGS}
     assert {"-mavx2", "-mavx512f", "-ffp-contract=off"} <= flags
-    assert [f for f in flags if re.match(r"-(march|mcpu|mtune|Ofast|ffast-math|funsafe)|/fp:fast", f)] == []
+    assert [f for f in flags if re.match(r"-(march=native|mcpu|mtune|Ofast|ffast-math|funsafe)|/fp:fast", f)] == []

@@ -120,10 +120,6 @@ KDA_INLINE i32xw ivquad(const int8_t *p) {
     memcpy(&quad, p, 4);
     return _mm256_set1_epi32(quad);
 }
-KDA_INLINE i32xw ivkeep(i32xw x) {
-    KEEP(x);
-    return x;
-}
 KDA_INLINE i32xw ivlow(i32xw w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
 KDA_INLINE i32xw ivhigh(i32xw w) { return _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(15)); }
 KDA_INLINE i32xw ivsub(i32xw a, i32xw b) { return _mm256_sub_epi32(a, b); }

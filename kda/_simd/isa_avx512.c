@@ -135,10 +135,6 @@ KDA_INLINE i32xw ivquad(const int8_t *p) {
     memcpy(&quad, p, 4);
     return _mm512_set1_epi32(quad);
 }
-KDA_INLINE i32xw ivkeep(i32xw x) {
-    KEEP(x);
-    return x;
-}
 KDA_INLINE i32xw ivlow(i32xw w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
 KDA_INLINE i32xw ivhigh(i32xw w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15)); }
 KDA_INLINE i32xw ivsub(i32xw a, i32xw b) { return _mm512_sub_epi32(a, b); }

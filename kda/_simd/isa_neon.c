@@ -98,10 +98,6 @@ KDA_INLINE i32xw ivquad(const int8_t *p) {
     memcpy(&quad, p, 4);
     return vdupq_n_s32(quad);
 }
-KDA_INLINE i32xw ivkeep(i32xw x) {
-    KEEP(x);
-    return x;
-}
 KDA_INLINE i32xw ivlow(i32xw w) { return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(w), vdupq_n_u8(15))); }
 KDA_INLINE i32xw ivhigh(i32xw w) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(w), 4)); }
 KDA_INLINE i32xw ivsub(i32xw a, i32xw b) { return vsubq_s32(a, b); }

@@ -233,23 +233,24 @@ static float amax(const float *x, ptrdiff_t n) {
     return most + finite;
 }
 
-static int8_t nearest(float x, float limit) {
-    x = rintf(x);
-    return (int8_t)(x > limit ? limit : x < -limit ? -limit : x == x ? x : 0.0f);
+static int8_t nearest(double x, int limit) {
+    x = rint(x);
+    return (int8_t)(x > limit ? limit : x < -limit ? -limit : x);
 }
 
 static int32_t quantize(int8_t *codes, float *scale, const float *x, ptrdiff_t n) {
-    float most = amax(x, n), inverse = most == 0.0f ? 0.0f : 127.0f / most;
+    float most = amax(x, n), inverse = 127.0f / most;
     *scale = most / 127.0f;
-    if (!(inverse <= 0x1p127f)) inverse = 0x1p127f, *scale = most != most ? most : 0x1p-127f;
+    if (inverse > 0x1p127f) inverse = 0x1p127f, *scale = 0x1p-127f;
+    if (!(most > 0.0f)) inverse = 0.0f, *scale = most; /* all zeros, or not all finite */
     int32_t sum = 0;
-    for (ptrdiff_t i = 0; i < n; i++) sum += codes[i] = nearest(x[i] * inverse, 127.0f);
+    for (ptrdiff_t i = 0; i < n; i++) sum += codes[i] = most > 0.0f ? nearest(x[i] * inverse, 127) : 0;
     return sum;
 }
 
 static void encode(int8_t *codes, const float *w, float scale, int limit, ptrdiff_t n) {
     for (ptrdiff_t i = 0; i < n; i++) /* in float64 the quotient is never on the wrong side of a tie */
-        codes[i] = scale == 0.0f ? 0 : nearest((float)rint((double)w[i] / (double)scale), (float)limit);
+        codes[i] = scale == 0.0f ? 0 : nearest((double)w[i] / (double)scale, limit);
 }
 
 static void idot_q8(float *y, const uint8_t *codes, const uint16_t *scales, const int8_t *x, const float *x_scales,

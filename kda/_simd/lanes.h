@@ -31,9 +31,11 @@
 #if defined(_MSC_VER) && !defined(__clang__)
 #define KDA_INLINE static __forceinline
 #define KEEP(x) (void)0
+#define FRESH(x) (void)0
 #else
 #define KDA_INLINE static inline __attribute__((always_inline))
-#define KEEP(x) __asm__("" : VECTOR(x)) /* VECTOR: the constraint of a vector register */
+#define KEEP(x) __asm__("" : VECTOR(x))           /* VECTOR: the constraint of a vector register */
+#define FRESH(x) __asm__ volatile("" : VECTOR(x)) /* as if x had just been computed */
 #endif
 
 /* HAVE_PAIRS: the ISA multiplies pairs of bfloat16 and defines

@@ -26,6 +26,9 @@
 #include "../../kda/_simd/lanes.h"
 #undef KEEP
 #define KEEP(x) (void)0
+#undef FRESH
+#define FRESH(x) (void)0
+#define KDA_EMULATED
 
 /* What SIMD Everywhere 0.7.4 lacks, or has only approximately. */
 
