@@ -81,6 +81,9 @@ def test_info_json(capsys):
     assert info["version"] == kda.__version__
     assert info["isa"] in HERE
     assert info["threads"] == kda.get_num_threads()
+    assert info["compiler"].split()[0] in ("gcc", "clang")
+    assert "-O2 " in info["flags"]
+    assert "-ffp-contract=off" in info["flags"]
     for name, state in info["isas"].items():
         assert (state == "runs here") == (name in HERE)
 

@@ -168,12 +168,12 @@ def available_bytes() -> int | None:
 
 
 def machine(isa: str | None) -> dict[str, Any]:
-    """Where the numbers come from: CPU, ISA, threads, caches and versions."""
+    """Where the numbers come from: CPU, ISA, threads, caches, compiler and versions."""
     info = runtime_info()
     return {
         "cpu": info["cpu"], "architecture": platform.machine(), "system": f"{platform.system()} {platform.release()}",
         "isa": isa or info["isa"], "threads": info["threads"], "threading": info["threading"],
-        "cache_bytes": info["caches"], "python": platform.python_version(), "numpy": np.__version__,
+        "cache_bytes": info["caches"], "compiler": info["compiler"], "flags": info["flags"], "python": platform.python_version(), "numpy": np.__version__,
         "kda": kda.__version__,
     }
 
