@@ -30,7 +30,7 @@ def test_the_two_commands():
 
 def test_every_public_function_and_isa_is_listed():
     for name in kda.__all__:
-        assert f"`kda.{name}(" in README, name
+        assert re.search(rf"`kda\.{name}[(.]", README), name
     table = (ROOT / "kda" / "_simd" / "isa_table.h").read_text()
     names = re.findall(r"^ISA\((\w+),", table, flags=re.MULTILINE)
     assert len(names) >= 4
