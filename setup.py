@@ -82,7 +82,10 @@ def openmp_flags(compiler):
 def compile_objects(compiler, machine, folder, openmp):
     """Compiles kda/_simd for one machine into `folder`; returns the object files. `openmp`: flags of threads.c."""
     msvc = compiler.compiler_type == "msvc"
-    flags = MSVC_FLAGS if msvc else GNU_FLAGS + GNU_WARNINGS
+    flags = MSVC_FLAGS if msvc else GNU_FLAGS
+    shown = " ".join(flags + extra_flags()).replace("\\", "\\\\").replace('"', '\\"')
+    macros = [(f"KDA_MACHINE_{machine}", None), ("KDA_FLAGS", f'"{shown}"')]  # the latter for kda_flags() alone
+    flags = flags if msvc else flags + GNU_WARNINGS
     emulated = EMULATED if os.environ.get("KDA_EMULATE") == "avx512" else {}
     jobs = [(SIMD / name, openmp if name == "threads.c" else []) for name in BASE_SOURCES]
     if emulated:
@@ -92,8 +95,8 @@ def compile_objects(compiler, machine, folder, openmp):
         compiled
         for source, own_flags in jobs
         for compiled in compiler.compile(
-            [str(source)], output_dir=str(folder), include_dirs=[str(SIMD)],
-            macros=[(f"KDA_MACHINE_{machine}", None)], extra_postargs=flags + own_flags + extra_flags())
+            [str(source)], output_dir=str(folder), include_dirs=[str(SIMD)], macros=macros,
+            extra_postargs=flags + own_flags + extra_flags())
     ]
 
 

@@ -1,7 +1,7 @@
 """What every benchmark shares: ISAs, threads, ceilings taken in turn with the thing measured, and a summary.
 
-    pytest benchmarks                          everything, some two minutes
-    pytest benchmarks --benchmark-disable      each once, with its checks of the results
+    pytest benchmarks                          everything, some four minutes
+    pytest benchmarks --benchmark-disable      each once, with its checks of the results: some 20 seconds
     pytest benchmarks --targets                and fail where a speed target is missed
 
 Each round of a benchmark first runs what it is compared with (the ceilings, or a rival), then the function
@@ -34,10 +34,10 @@ def team(request):
 
 @pytest.fixture
 def target(request):
-    """target(what, value, most): with --targets, a failure where value is above most."""
-    def check(what, value, most):
+    """target(what, value, most=... or least=...): with --targets, a failure where value is beyond that."""
+    def check(what, value, most=float("inf"), least=0.0):
         if request.config.getoption("--targets"):
-            assert value <= most, f"{what}: {value:.3g}, target {most:.3g}"
+            assert least <= value <= most, f"{what}: {value:.3g}, target {least:.3g} to {most:.3g}"
     return check
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 import kda
 from kda.perf import counts
-from kda.perf.bench import Decode
+from kda.perf.work import Decode
 
 
 class NumpyDecode:
@@ -24,12 +24,12 @@ class NumpyDecode:
 
     def __init__(self, decode):
         self.states = decode.states.copy()
-        self.o = np.empty_like(decode.o)
+        self.o = np.empty_like(decode.result)
         self.update = np.empty(decode.states.shape[2:], np.float32)
         self.inputs = [np.ascontiguousarray(x[:, 0, 0]) for x in (decode.q, decode.k, decode.v, decode.g, decode.beta)]
         self.scale = np.float32(decode.shape.K**-0.5)
 
-    def step(self):
+    def run(self):
         eps = np.float32(1e-6)
         for layer, (q, k, v, g, beta) in enumerate(zip(*self.inputs, strict=True)):
             S = self.states[layer, 0]
@@ -45,7 +45,7 @@ class NumpyDecode:
     def ns(self, tokens):
         start = perf_counter_ns()
         for _ in range(tokens):
-            self.step()
+            self.run()
         return perf_counter_ns() - start
 
 
@@ -54,9 +54,9 @@ def main():
     kda.set_num_threads(team)
     ours = Decode(replace(counts.KIMI_LINEAR, layers=layers))
     numpy = NumpyDecode(ours)
-    ours.step()
-    numpy.step()
-    o_error = np.abs(ours.o - numpy.o).max() / np.abs(numpy.o).max()
+    ours.run()
+    numpy.run()
+    o_error = np.abs(ours.result - numpy.o).max() / np.abs(numpy.o).max()
     S_error = np.abs(ours.states - numpy.states).max() / np.abs(numpy.states).max()
     tokens = max(1, 20 // layers)
     pairs = [(numpy.ns(tokens) / tokens, ours.ns(tokens) / tokens) for _ in range(rounds)]

@@ -1,7 +1,7 @@
 """Write the measured tables into README.md, between its markers, from the files in benchmarks/results.
 
-    kda bench -o json > benchmarks/results/decode.json
-    pytest benchmarks/test_rivals.py --benchmark-json=benchmarks/results/rivals.json
+    kda bench -o json > benchmarks/results/bench.json
+    pytest benchmarks --benchmark-json=benchmarks/results/rivals.json
     python benchmarks/render.py
 """
 
@@ -19,7 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 def rivals(result):
     """A row per rival, shape and thread count, from pytest-benchmark's JSON."""
     lines = ["|  | by | threads | us/token | kda us/token | ratio |", "|---|---|---:|---:|---:|---:|"]
-    for info in (entry["extra_info"] for entry in result["benchmarks"]):
+    for info in (entry["extra_info"] for entry in result["benchmarks"] if "rival" in entry["extra_info"]):
         lines.append(f"| {info['what']} | {info['rival']} | {info['threads']} "
                      f"| {significant(info['rival_us_per_token'])} | {significant(info['us_per_token'])} "
                      f"| {info['rival_over_kda']:.1f} |")
@@ -28,11 +28,11 @@ def rivals(result):
 
 def tables():
     """The text between the markers."""
-    decode = json.loads((RESULTS / "decode.json").read_text())
+    ours = json.loads((RESULTS / "bench.json").read_text())
     others = json.loads((RESULTS / "rivals.json").read_text())
-    where = f"`pytest benchmarks/test_rivals.py`, {others['datetime'][:10]}, the same machine, ISA " \
+    where = f"`pytest benchmarks`, {others['datetime'][:10]}, the same machine, ISA " \
             f"{others['machine_info']['isa']}; in turn in one process, ratios of neighbouring rounds (median):"
-    return "\n\n".join([bench.render(decode, "md"), where, rivals(others)])
+    return "\n\n".join([bench.render(ours, "md"), where, rivals(others)])
 
 
 def updated(readme):

@@ -1,13 +1,12 @@
 """The recurrent step on real shapes, beside the in-place pass over the same bytes and the FMA peak."""
 
-import numpy as np
 import pytest
-from common import ISAS, Prefill, beside_ceilings, describe, median_ratio
+from common import ISAS, assert_near, beside_ceilings, beside_peak, describe, in_turn
 
 import kda
 from kda import reference
 from kda.perf import counts
-from kda.perf.bench import Decode, title
+from kda.perf.work import Decode, Prefill, title
 
 SHAPES = {title(shape): shape for shape in (counts.KIMI_LINEAR_LAYER, counts.KIMI_LINEAR, counts.K3_LAYER)}
 
@@ -17,9 +16,9 @@ def check_first_layer(decode):
     q, k, v, g, beta = (x[0] for x in (decode.q, decode.k, decode.v, decode.g, decode.beta))
     o, S = reference.fused_recurrent_kda(q, k, v, g, beta, initial_state=decode.states[0], output_final_state=True,
                                          use_qk_l2norm_in_kernel=True)
-    decode.step()
-    assert np.abs(decode.o[0] - o).max() <= 2e-6 * np.abs(o).max()
-    assert np.abs(decode.states[0] - S).max() <= 2e-6 * np.abs(S).max()
+    decode.run()
+    assert_near(decode.result[0], o, 2e-6)
+    assert_near(decode.states[0], S, 2e-6)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -31,7 +30,7 @@ def test_decode(benchmark, name, isa, team, target):
 
     def run():
         for _ in range(tokens):
-            decode.step()
+            decode.run()
 
     got = beside_ceilings(benchmark, shape, isa, team, run, decode.states, tokens, rounds=60)
     if got and isa.startswith("avx512") and shape == counts.KIMI_LINEAR_LAYER and team == 1:
@@ -44,15 +43,13 @@ def test_decode(benchmark, name, isa, team, target):
 def test_isas_side_by_side(benchmark, other, team, target, summary):
     """20 layers on the best ISA, in turn with another: from memory they should be near each other."""
     best, rival = Decode(counts.KIMI_LINEAR, ISAS[0]), Decode(counts.KIMI_LINEAR, other)
-    best.step()
-    rival.step()
-    assert np.abs(best.o - rival.o).max() <= 2e-6 * np.abs(rival.o).max()
-    rival_ns = []
-    benchmark.pedantic(best.step, setup=lambda: rival_ns.append(rival.ns(1)), rounds=40)
+    best.run()
+    rival.run()
+    assert_near(best.result, rival.result, 2e-6)
+    ratio = in_turn(benchmark, best.run, lambda: rival.ns(1), rounds=40)
     describe(benchmark, counts.KIMI_LINEAR, ISAS[0], team, tokens=1)
     benchmark.extra_info["other_isa"] = other
-    if benchmark.stats is not None:
-        ratio = median_ratio(rival_ns, [seconds * 1e9 for seconds in benchmark.stats.stats.data])
+    if ratio:
         benchmark.extra_info["times_the_best_isa"] = ratio
         summary(f"decode, 20 layers, {team} thread(s): {other} takes {ratio:.2f} x {ISAS[0]}")
         if ISAS[0].startswith("avx512") and other == "avx2":
@@ -62,11 +59,12 @@ def test_isas_side_by_side(benchmark, other, team, target, summary):
 @pytest.mark.parametrize("op", [kda.fused_recurrent_kda, kda.chunk_kda], ids=lambda op: op.__name__)
 def test_64_tokens(benchmark, op, isa, team):
     """Token by token and in blocks, where a layer changes from one to the other."""
-    prefill = Prefill(counts.KIMI_LINEAR_LAYER, 64, op, isa)
-    want, _ = reference.fused_recurrent_kda(**prefill.inputs(), initial_state=prefill.state)
+    prefill = Prefill(counts.KIMI_LINEAR_LAYER, 64, isa, op)
+    want, _ = reference.fused_recurrent_kda(**prefill.inputs(), initial_state=prefill.state,
+                                            use_qk_l2norm_in_kernel=True)
     prefill.run()
-    assert np.abs(prefill.o - want).max() <= 2e-6 * np.abs(want).max()
-    beside_ceilings(benchmark, prefill.shape, isa, team, prefill.run, prefill.state, prefill.T, rounds=20)
+    assert_near(prefill.result, want, 2e-6)
+    beside_peak(benchmark, prefill, team, rounds=20)
 
 
 @pytest.mark.parametrize("form", ["functional", "in place"])
@@ -79,7 +77,7 @@ def test_smallest_call(benchmark, target, form):
     def call():
         kda.fused_recurrent_kda(q, k, v, g, beta)
 
-    run = decode.step if form == "in place" else call
+    run = decode.run if form == "in place" else call
     benchmark(run)
     describe(benchmark, decode.shape, ISAS[0], 1, tokens=1)
     if benchmark.stats is not None:

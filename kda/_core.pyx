@@ -47,6 +47,11 @@ def isa_rows():
             for i in range(kda_isa_count)]
 
 
+def build_info():
+    """{"compiler": its name and version, "flags": what setup.py gave it for every file, before an ISA's own}."""
+    return {"compiler": kda_compiler().decode(), "flags": kda_flags().decode()}
+
+
 def kernel_addresses(int isa):
     """{kernel: address} of one ISA's table, for tests that call kernels through ctypes."""
     cdef const kda_kernels *t = kernels_of(isa)

@@ -52,6 +52,8 @@ cdef extern from "kernels.h" nogil:
     kda_isa kda_isas[16]
     int kda_isa_count
     void kda_dispatch_init() noexcept
+    const char *kda_compiler() noexcept
+    const char *kda_flags() noexcept
 
 cdef extern from "threads.h" nogil:
     ctypedef void kda_task_fn(const void *, Py_ssize_t, int) noexcept nogil

@@ -28,11 +28,14 @@ def parser() -> argparse.ArgumentParser:
     checks.set_defaults(run=run_check)
 
     measure = commands.add_parser(
-        "bench", help="time the decode step of Kimi-Linear and K3 beside this machine's limits",
-        description="One decode step of Kimi-Linear (one KDA layer, all 20) and of K3 (one layer, all 69), on 1 thread "
-                    "and on all. The limits are measured in the same process, in turn with the step.")
+        "bench", help="time decode, prefill and the epilogues of Kimi-Linear and K3 beside this machine's limits",
+        description="One decode step of Kimi-Linear (one KDA layer, all 20) and of K3 (one layer, all 69); prefill of "
+                    "one Kimi-Linear layer, and everything between its projections in one pass; the short convolution "
+                    "and the gated norm; on 1 thread and on all. The limits are measured in the same process, in turn "
+                    "with the calls.")
     measure.add_argument("-o", "--output", choices=["text", "md", "json"], default="text")
-    measure.add_argument("--quick", action="store_true", help="3 seconds instead of 20, without K3's 69 layers")
+    measure.add_argument("--quick", action="store_true",
+                         help="6 seconds instead of 25, without K3's 69 layers and the prompt of 8,192 tokens")
     measure.set_defaults(run=run_bench)
 
     for command in (checks, measure):

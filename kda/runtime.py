@@ -159,6 +159,7 @@ def runtime_info() -> dict[str, object]:
         "isa": chosen_isa(),
         "isa_reason": "KDA_ISA" if env else "the best that this CPU and its OS run",
         "isas": {n: "runs here" if ok else "needs " + ", ".join(missing_features(n)) for n, ok in isas().items()},
+        **_core.build_info(),
         "threading": _core.threading(),
         "threads": get_num_threads(),
         "cpus_available": available_cpus(),
@@ -167,7 +168,7 @@ def runtime_info() -> dict[str, object]:
 
 
 def show_runtime() -> None:
-    """Print the CPU, the ISA chosen and why, the others, and the threads."""
+    """Print the CPU, the ISA chosen and why, the others, the threads, and how the kernels were compiled."""
     info = runtime_info()
     print(f"cpu        {info['cpu']}")
     print(f"isa        {info['isa']} ({info['isa_reason']})")
@@ -179,6 +180,8 @@ def show_runtime() -> None:
     print(f"threads    {info['threads']} of {info['cpus_available']} CPUs, {info['threading']}{note}")
     caches = info["caches"]
     assert isinstance(caches, dict)
+    print(f"compiler   {info['compiler']}")
+    print(f"flags      {info['flags']}")
     print(f"caches     {', '.join(f'{k} {v // 1024} KiB' for k, v in caches.items()) or 'unknown'}")
 
 

@@ -10,7 +10,7 @@ from helpers import python
 import kda
 from kda import _core, check, ops
 from kda.cli import main
-from kda.perf import bench, ceilings, counts
+from kda.perf import bench, ceilings, counts, work
 
 HERE = [name for name, runs_here in kda.isas().items() if runs_here]
 OPENMP = _core.threading() == "openmp"
@@ -81,6 +81,9 @@ def test_info_json(capsys):
     assert info["version"] == kda.__version__
     assert info["isa"] in HERE
     assert info["threads"] == kda.get_num_threads()
+    assert info["compiler"].split()[0] in ("gcc", "clang")
+    assert "-O2 " in info["flags"]
+    assert "-ffp-contract=off" in info["flags"]
     for name, state in info["isas"].items():
         assert (state == "runs here") == (name in HERE)
 
@@ -175,11 +178,18 @@ def test_relative_error():
 # ---- bench ----
 
 SMALL = [counts.Shape("small", 2, 2, 16, 24), counts.Shape("small", 2, 4, 16, 24, layers=3)]
+WORKS = [lambda: work.Decode(SMALL[0]), lambda: work.Decode(SMALL[1]), lambda: work.Prefill(SMALL[0], 40),
+         lambda: work.Layer(SMALL[0], 1), lambda: work.Layer(SMALL[0], 40), lambda: work.Conv(48, 1),
+         lambda: work.Conv(48, 20), lambda: work.Norm(2, 24, 20)]
+NAMES = ["small, 1 layer", "small, 3 layers", "small, 1 layer, 40 tokens", "small, 1 layer, fused, 1 token",
+         "small, 1 layer, fused, 40 tokens", "short convolution, 48 channels, 1 token",
+         "short convolution, 48 channels, 20 tokens", "gated norm, 2 heads of 24, 20 tokens"]
 
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(bench, "plan_rows", lambda quick: (SMALL, ["something: left out"]))
+    monkeypatch.setattr(bench, "plan_rows", lambda quick, isa: (WORKS, ["something: left out"]))
+    monkeypatch.setattr(bench, "SECONDS", dict.fromkeys(bench.SECONDS, 0.03))
 
 
 def test_bench_json(small, capsys):
@@ -189,36 +199,50 @@ def test_bench_json(small, capsys):
     assert err == ""
     assert result["command"] == "kda bench -o json --quick --threads 2"
     assert result["machine"]["isa"] in HERE
+    assert result["machine"]["compiler"] == _core.build_info()["compiler"]
     assert result["left_out"] == ["something: left out"]
     assert [(row["name"], row["threads"]) for row in result["rows"]] == [
-        (name, n) for name in ("small, 1 layer", "small, 3 layers") for n in ([1, 2] if OPENMP else [1])]
+        (name, n) for name in NAMES for n in ([1, 2] if OPENMP and name != NAMES[5] else [1])]
+    assert {field for row in result["rows"] for field in row} == set(result["fields"])
     for row in result["rows"]:
-        assert set(row) == set(result["fields"])
-        assert row["mac_per_token"] == row["layers"] * row["heads"] * 3 * 16 * 24
-        assert row["flop_per_token"] == 2 * row["mac_per_token"]
-        assert row["traffic_bytes_per_token"] == row["layers"] * row["heads"] * 16 * 24 * 8
-        assert row["GB_per_s"] * row["us_per_token"] * 1e3 == pytest.approx(row["traffic_bytes_per_token"])
         assert 0 < row["us_per_token_min"] <= row["us_per_token"]
-        assert row["samples"] >= 5
-        assert min(row["share_of_inplace"], row["share_of_fma"], row["fma_peak_G_lanes_per_s"]) > 0
+        assert row["samples"] >= 3
+        shares = [row[field] for field in row if field.startswith("share_of_")]
+        assert shares
+        assert min(shares) > 0
+        if row["kind"] == "decode":
+            assert row["traffic_bytes_per_token"] == row["layers"] * row["heads"] * 16 * 24 * 8
+        if row["kind"] != "epilogue":
+            assert row["mac_per_token"] == row["layers"] * row["heads"] * 3 * 16 * 24
+            assert row["flop_per_token"] == 2 * row["mac_per_token"]
+            assert row["GFLOP_per_s"] * row["us_per_token"] * 1e3 == pytest.approx(row["flop_per_token"])
+        if "GB_per_s" in row:
+            assert row["GB_per_s"] * row["us_per_token"] * 1e3 == pytest.approx(row["traffic_bytes_per_token"])
+
+
+def heads(line):
+    """How a table of bench begins in Markdown."""
+    return "| " + " | ".join(head for head, _ in bench.TABLES[line]) + " |"
 
 
 def test_bench_tables(small, capsys):
     assert main(["bench", "--quick", "--isa", "scalar"]) == 0
     text = capsys.readouterr().out
     assert "ISA scalar" in text
-    assert "small, 3 layers" in text
+    assert all(name in text for name in NAMES)
     assert main(["bench", "--quick", "-o", "md"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    start = lines.index("| " + " | ".join(bench.COLUMNS) + " |")
-    assert lines[start + 1].count("|") == lines[start].count("|") == lines[start + 2].count("|")
-    assert lines[start + 2].startswith("| small, 1 layer |")
+    firsts = {kinds: NAMES[i] for kinds, i in zip(bench.TABLES, (0, 2, 5), strict=True)}
+    for kinds, first in firsts.items():
+        start = lines.index(heads(kinds))
+        assert lines[start + 1].count("|") == lines[start].count("|") == lines[start + 2].count("|")
+        assert lines[start + 2].startswith(f"| {first} |")
     assert "something: left out" in lines
 
 
 def test_a_noisy_row_is_named():
-    row = {"name": "small, 1 layer", "threads": 2, "us_per_token_min": 10.0, "state_bytes": 2**20, "mac_per_token": 3,
-           "flop_per_token": 6, "GB_per_s": 1.0, "share_of_inplace": 0.5, "share_of_fma": 0.25}
+    row = {"kind": "decode", "name": "small, 1 layer", "threads": 2, "us_per_token_min": 10.0, "state_bytes": 2**20,
+           "mac_per_token": 3, "flop_per_token": 6, "GB_per_s": 1.0, "share_of_inplace": 0.5, "share_of_fma": 0.25}
     result = {"machine": bench.machine(None), "command": "kda bench", "date": "2026-01-01T00:00:00", "left_out": []}
     quiet = bench.render(result | {"rows": [row | {"us_per_token": 14.9}]}, "md")
     assert "| small, 1 layer | 1 MiB | 2 | 14.9 (10.0) | 3 | 6 | 1.0 | 50% | 25% |" in quiet
@@ -231,19 +255,56 @@ def test_a_noisy_row_is_named():
                           "running, measure again")
 
 
-def test_bench_runs_the_models():
-    shapes, left_out = bench.plan_rows(quick=True)
-    assert [bench.title(s) for s in shapes] == ["Kimi-Linear, 1 layer", "Kimi-Linear, 20 layers", "Kimi K3, 1 layer"]
-    assert left_out == ["Kimi K3, 69 layers: left out by --quick"]
+class Named:
+    """Stands for a class of work.py: remembers what would have been made, and makes nothing."""
+
+    def __init__(self, kind):
+        self.kind, self.nbytes = kind, work.Prefill.nbytes
+
+    def __call__(self, *args):
+        return self.kind, *args
 
 
-def test_bench_takes_all_of_k3_where_memory_allows(monkeypatch):
-    monkeypatch.setattr(bench, "available_bytes", lambda: 868_220_928)
-    assert bench.title(bench.plan_rows(quick=False)[0][-1]) == "Kimi K3, 69 layers"
+@pytest.fixture
+def planned(monkeypatch):
+    """plan_rows as tuples (class, arguments)."""
+    for kind in ("Decode", "Prefill", "Layer", "Conv", "Norm"):
+        monkeypatch.setattr(bench, kind, Named(kind))
+
+    def plan(quick):
+        works, left_out = bench.plan_rows(quick)
+        return [make() for make in works], left_out
+
+    return plan
+
+
+DECODE = [("Decode", counts.KIMI_LINEAR_LAYER, None), ("Decode", counts.KIMI_LINEAR, None),
+          ("Decode", counts.K3_LAYER, None)]
+BLOCKS = [("Prefill", counts.KIMI_LINEAR_LAYER, T, None) for T in (64, 1024)]
+REST = [("Layer", counts.KIMI_LINEAR_LAYER, 1, None), ("Layer", counts.KIMI_LINEAR_LAYER, 1024, None),
+        ("Conv", 12288, 1, None), ("Conv", 12288, 1024, None), ("Norm", 32, 128, 1024, None)]
+
+
+def test_bench_runs_the_models(planned):
+    works, left_out = planned(quick=True)
+    assert works == [*DECODE, *BLOCKS, *REST]
+    assert left_out == ["Kimi K3, 69 layers: left out by --quick",
+                        "Kimi-Linear, 1 layer, 8,192 tokens: left out by --quick"]
+
+
+def test_bench_takes_what_memory_allows(monkeypatch, planned):
+    monkeypatch.setattr(bench, "available_bytes", lambda: 1_342_177_280)
+    works, left_out = planned(quick=False)
+    assert left_out == []
+    assert works == [*DECODE, ("Decode", counts.K3, None), *BLOCKS,
+                     ("Prefill", counts.KIMI_LINEAR_LAYER, 8192, None), *REST]
+    monkeypatch.setattr(bench, "available_bytes", lambda: 1_342_177_279)
+    assert planned(quick=False)[1] == [
+        "Kimi-Linear, 1 layer, 8,192 tokens: left out, it needs 671088640 bytes and only 1342177279 are free"]
     monkeypatch.setattr(bench, "available_bytes", lambda: 868_220_927)
-    shapes, left_out = bench.plan_rows(quick=False)
-    assert bench.title(shapes[-1]) == "Kimi K3, 1 layer"
-    assert left_out == ["Kimi K3, 69 layers: left out, 434110464 bytes of state and only 868220927 free"]
+    works, left_out = planned(quick=False)
+    assert works == [*DECODE, *BLOCKS, *REST]
+    assert left_out[0] == "Kimi K3, 69 layers: left out, it needs 434110464 bytes and only 868220927 are free"
 
 
 def test_derived_numbers():
@@ -257,6 +318,19 @@ def test_derived_numbers():
     assert row["share_of_fma"] == 0.25     # of 0.5, 0.25 and 0.125
 
 
+def test_derived_numbers_of_blocks():
+    shape = counts.Shape("x", H=1, HV=1, K=10, V=10)  # 300 MAC
+    row = bench.derive_blocks(shape, 8, token_ns=[100, 200, 400], peak=[6.0, 6.0, 6.0])
+    assert (row["tokens"], row["us_per_token"], row["GFLOP_per_s"]) == (8, 0.2, 3.0)
+    assert row["share_of_fma_by_definition"] == 0.25  # of 0.5, 0.25 and 0.125
+
+
+def test_derived_numbers_of_bytes():
+    row = bench.derive_bytes(4000, 10, token_ns=[100, 200, 400], limit_ns=[500, 500, 4000], limit="copy")
+    assert (row["traffic_bytes_per_token"], row["GB_per_s"], row["copy_us"]) == (400, 2.0, 0.5)
+    assert row["share_of_copy"] == 0.5  # of 0.5, 0.25 and 1
+
+
 def test_decode_advances_the_states_as_the_reference_does():
     from kda import reference
     decode = bench.Decode(SMALL[1])
@@ -264,10 +338,29 @@ def test_decode_advances_the_states_as_the_reference_does():
     want = [reference.fused_recurrent_kda(
         decode.q[i], decode.k[i], decode.v[i], decode.g[i], decode.beta[i], initial_state=decode.states[i],
         output_final_state=True, use_qk_l2norm_in_kernel=True) for i in range(3)]
-    decode.step()
+    decode.run()
     for i, (o, S) in enumerate(want):
-        np.testing.assert_allclose(decode.o[i], o, rtol=0, atol=2e-6 * np.abs(o).max())
+        np.testing.assert_allclose(decode.result[i], o, rtol=0, atol=2e-6 * np.abs(o).max())
         np.testing.assert_allclose(decode.states[i], S, rtol=0, atol=2e-6 * np.abs(S).max())
+
+
+@pytest.mark.parametrize("T", [1, 40])
+def test_the_fused_layer_is_the_functions_one_by_one(T):
+    fused, plain = work.Layer(SMALL[0], T), work.Layer(SMALL[0], T)
+    for _ in range(2):  # the second call sees the states of the first
+        fused.run()
+        want = plain.one_by_one()
+        np.testing.assert_allclose(fused.result, want, rtol=0, atol=4e-6 * np.abs(want).max())
+    np.testing.assert_allclose(fused.state, plain.state, rtol=0, atol=2e-6 * np.abs(plain.state).max())
+    for (_, got), (_, past) in zip(fused.conv, plain.conv, strict=True):
+        assert np.array_equal(got, past)
+
+
+def test_long_prompts_repeat_their_tokens():
+    prefill = work.Prefill(SMALL[0], work.DISTINCT + 7)
+    for x in (prefill.q, prefill.k, prefill.v, prefill.g):
+        assert np.array_equal(x[:, work.DISTINCT:], x[:, :7])
+        assert not np.array_equal(x[:, 0], x[:, 1])
 
 
 def test_large_states_start_on_a_cache_line():
@@ -278,7 +371,7 @@ def test_bench_refuses_numbers_of_a_broken_kernel(monkeypatch):
     decode = bench.Decode(SMALL[0])
     decode.v[:] = np.nan
     with pytest.raises(RuntimeError, match="NaN or infinity"):
-        bench.measure(SMALL[0], 1, seconds=0.0, decode=decode)
+        bench.measure(decode, 1, seconds=0.0)
 
 
 # ---- ceilings ----
@@ -288,6 +381,12 @@ def test_the_in_place_pass_touches_every_element_once(isa):
     s = np.full((3, 1001), 2.0, np.float32)
     assert ceilings.inplace_ns(s, isa) > 0
     np.testing.assert_allclose(s, 0.99 * 2.0 + 0.01, rtol=1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_copy_takes_time_that_grows_with_the_bytes(n):
+    with ceilings.copier(8_000, n) as small, ceilings.copier(64_000_000, n) as large:
+        assert 0 < min(small() for _ in range(5)) < min(large() for _ in range(3))
 
 
 @pytest.mark.parametrize("isa", HERE)

@@ -28,6 +28,25 @@ struct kda_isa kda_isas[KDA_MAX_ISAS] = {
 
 int kda_isa_count;
 
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+const char *kda_compiler(void) {
+#if defined(__clang__)
+    return "clang " __clang_version__;
+#elif defined(__GNUC__)
+    return "gcc " __VERSION__;
+#elif defined(_MSC_VER)
+    return "msvc " TEXT(_MSC_FULL_VER);
+#else
+    return "unknown";
+#endif
+}
+
+#ifndef KDA_FLAGS /* setup.py defines it: a string */
+#define KDA_FLAGS ""
+#endif
+const char *kda_flags(void) { return KDA_FLAGS; }
+
 void kda_dispatch_init(void) {
     uint32_t here = kda_cpu_features();
     kda_isa_count = 0;

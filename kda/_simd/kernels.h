@@ -194,4 +194,8 @@ extern struct kda_isa kda_isas[KDA_MAX_ISAS];
 extern int kda_isa_count;
 void kda_dispatch_init(void);
 
+/* Name and version of the compiler, and the flags that setup.py gave it for every file (warnings left out). */
+const char *kda_compiler(void);
+const char *kda_flags(void);
+
 #endif

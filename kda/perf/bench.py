@@ -1,4 +1,4 @@
-"""The rows of `kda bench`: the decode step on the shapes of real models, beside this machine's ceilings."""
+"""The rows of `kda bench`: what a model's KDA layers cost on this machine, beside this machine's limits."""
 
 from __future__ import annotations
 
@@ -8,112 +8,114 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import kda
 from kda.ops import aligned_empty
 from kda.perf import counts
-from kda.perf.ceilings import fma_rate, fma_rounds, inplace_ns, threads
+from kda.perf.ceilings import copier, fma_rate, fma_rounds, inplace_ns, threads
 from kda.perf.counts import Shape
+from kda.perf.work import Conv, Decode, Layer, Norm, Prefill, Work, of_tokens, title
 from kda.runtime import get_num_threads, runtime_info
 
-SEED = 20251030
-
-# What each field of a row is, and which way is better. The JSON carries this text.
+# What each field of a row is, and which way is better. The JSON carries this text; a row has the fields of its kind.
 FIELDS = {
-    "name": "model and how many of its KDA layers one token passes through",
+    "kind": "decode: the delta rule token by token; prefill: in blocks; layer: everything between a layer's "
+            "projections in one pass; epilogue: short convolution or gated norm",
+    "name": "model, how many of its KDA layers one token passes through, tokens per call",
     "threads": "threads used",
     "layers": "KDA layers",
     "heads": "value heads per layer",
     "K": "key dimension", "V": "value dimension",
+    "tokens": "tokens in one call",
     "us_per_token": "microseconds per token, median; lower is better",
     "us_per_token_min": "microseconds per token, fastest sample; lower is better",
     "mac_per_token": "MAC (multiply-adds) of the delta rule: 3*K*V per head",
     "flop_per_token": "FLOP of the delta rule: 2 per MAC",
     "flop_per_token_with_decay": "FLOP with the K*V multiplications of the decay",
     "state_bytes": "bytes of float32 state",
-    "traffic_bytes_per_token": "bytes of state read once and written once",
+    "traffic_bytes_per_token": "bytes that must be read or written per token: the state once each way, or the "
+                               "epilogue's arrays",
     "GB_per_s": "traffic over time, 10^9 bytes per second, median; higher is better",
     "GFLOP_per_s": "flop_per_token over time, 10^9 per second, median; higher is better",
-    "share_of_inplace": "time of s = a*s + b in place over the same bytes / time of the step, median of the "
+    "share_of_inplace": "time of s = a*s + b in place with the same traffic / time of the call, median of the "
                         "ratios of neighbouring samples; 1 is the limit of memory; higher is better",
     "share_of_fma": "time of 4 lanes of floating-point instructions per state element at the FMA peak / time of "
                     "the step, median of ratios, a multiply-add lane counted as one; higher is better",
+    "share_of_fma_by_definition": "time of mac_per_token at the FMA peak / time per token, median of ratios; higher "
+                                  "is better",
+    "share_of_copy": "time of a copy with the same traffic / time of the call, median of ratios; higher is better",
     "inplace_us": "microseconds of the in-place pass, median",
+    "copy_us": "microseconds of the copy, median",
     "fma_peak_G_lanes_per_s": "10^9 multiply-add lanes per second at the FMA peak, median; higher is better",
-    "samples": "samples, each of decode, in-place pass and FMA probe in turn",
+    "samples": "samples, each of the call and of its limits in turn",
     "tokens_per_sample": "tokens in one sample",
 }
 
 
-class Decode:
-    """A decode step of every layer of a shape: inputs from one fixed seed, states updated in place.
+def measure(work: Work, n_threads: int, isa: str | None = None, seconds: float = 1.0) -> dict[str, Any]:
+    """One row: the call and its limits in turn, for about `seconds`, at least 5 times each (3 times if it is long).
 
-    Each layer has its own inputs and its own 64-byte aligned state [1, HV, K, V], as in a model.
+    Returns the fields of FIELDS that its kind has.
     """
-
-    def __init__(self, shape: Shape, isa: str | None = None) -> None:
-        rng = np.random.default_rng(SEED)
-        L, H, HV, K, V = shape.layers, shape.H, shape.HV, shape.K, shape.V
-        self.shape, self.isa, self.normalise = shape, isa, True
-
-        def normal(*dims: int) -> NDArray[np.float32]:
-            return rng.standard_normal(dims, dtype=np.float32)
-
-        self.q, self.k, self.v = normal(L, 1, 1, H, K), normal(L, 1, 1, H, K), normal(L, 1, 1, HV, V)
-        self.g = -0.5 * rng.random((L, 1, 1, HV, K), dtype=np.float32)
-        self.beta = 0.01 + 0.98 * rng.random((L, 1, 1, HV), dtype=np.float32)
-        self.states = aligned_empty((L, 1, HV, K, V))
-        self.states[:] = 0.1 * normal(1, 1, HV, K, V)
-        self.o = np.empty((L, 1, 1, HV, V), np.float32)
-        self._calls = list(zip(self.q, self.k, self.v, self.g, self.beta, self.states, self.o, strict=True))
-
-    def step(self) -> None:
-        """One token through every layer, by the public function."""
-        for q, k, v, g, beta, state, o in self._calls:
-            kda.fused_recurrent_kda(q, k, v, g, beta, initial_state=state, state_out=state, out=o,
-                                    use_qk_l2norm_in_kernel=self.normalise, isa=self.isa)
-
-    def ns(self, tokens: int) -> int:
-        """Nanoseconds of `tokens` steps."""
-        start = perf_counter_ns()
-        for _ in range(tokens):
-            self.step()
-        return perf_counter_ns() - start
-
-
-def measure(shape: Shape, n_threads: int, isa: str | None = None, seconds: float = 1.5,
-            decode: Decode | None = None) -> dict[str, Any]:
-    """One row: decode, in-place pass and FMA probe in turn, for about `seconds`, at least 5 times each.
-
-    Returns the fields of FIELDS.
-    """
-    decode = decode or Decode(shape, isa)
     with threads(n_threads) as used:
-        decode.ns(1)
-        once = min(decode.ns(1), decode.ns(1))
-        tokens = max(1, round(400_000 / once))  # 0.4 ms and more: the clock and one interruption weigh little
+        work.run()
+        once = work.ns(1)
+        if once < 50_000_000:
+            once = min(once, work.ns(1))
+        times = max(1, round(400_000 / once))  # 0.4 ms and more: the clock and one interruption weigh little
         rounds = fma_rounds(isa)
-        step_ns: list[float] = []
-        pass_ns: list[float] = []
-        peak: list[float] = []
-        end = perf_counter_ns() + int(seconds * 1e9)
-        while len(step_ns) < 5 or perf_counter_ns() < end:
-            step_ns.append(decode.ns(tokens) / tokens)
-            pass_ns.append(sum(inplace_ns(decode.states, isa) for _ in range(tokens)) / tokens)
-            peak.append(fma_rate(rounds, isa))
-    if not np.isfinite(decode.o).all():
-        raise RuntimeError(f"{title(shape)}: the decode step returned NaN or infinity; run kda check")
-    return {"name": title(shape), "threads": used, **derive(shape, step_ns, pass_ns, peak), "tokens_per_sample": tokens}
+        sample = partial(in_turn, work, times, seconds, 5 if once < 100_000_000 else 3)
+        row: dict[str, Any]
+        if isinstance(work, Decode):
+            step, passes, peak = sample([lambda: mean(times, lambda: inplace_ns(work.states, isa)),
+                                         lambda: fma_rate(rounds, isa)])
+            row = derive(work.shape, step, passes, peak)
+        elif isinstance(work, Prefill | Layer):
+            step, peak = sample([lambda: fma_rate(rounds, isa)])
+            row = derive_blocks(work.shape, work.tokens, step, peak)
+        elif isinstance(work, Conv):
+            buffer = aligned_empty((work.nbytes // 8,))
+            buffer[:] = 1
+            step, passes = sample([lambda: mean(times, lambda: inplace_ns(buffer, isa))])
+            row = derive_bytes(work.nbytes, work.tokens, step, passes, "inplace")
+        elif isinstance(work, Norm):
+            with copier(work.nbytes, used) as copy_ns:
+                copy_ns()
+                step, copies = sample([lambda: mean(times, copy_ns)])
+            row = derive_bytes(work.nbytes, work.tokens, step, copies, "copy")
+        else:
+            raise TypeError(f"no limits for {type(work).__name__}")
+    if not np.isfinite(work.result).all():
+        raise RuntimeError(f"{work.name}: the call returned NaN or infinity; run kda check")
+    return {"kind": work.kind, "name": work.name, "threads": used, **row, "samples": len(step),
+            "tokens_per_sample": times * work.tokens}
+
+
+def mean(times: int, ns: Callable[[], float]) -> float:
+    """The mean of `times` calls."""
+    return sum(ns() for _ in range(times)) / times
+
+
+def in_turn(work: Work, times: int, seconds: float, least: int,
+            limits: Sequence[Callable[[], float]]) -> list[list[float]]:
+    """[nanoseconds per token of `work`, what the first limit returned, ...], `times` calls and each limit in turn."""
+    samples: list[list[float]] = [[] for _ in range(1 + len(limits))]
+    end = perf_counter_ns() + int(seconds * 1e9)
+    while len(samples[0]) < least or perf_counter_ns() < end:
+        samples[0].append(work.ns(times) / times / work.tokens)
+        for own, limit in zip(samples[1:], limits, strict=True):
+            own.append(limit())
+    return samples
 
 
 def derive(shape: Shape, step_ns: Sequence[float], pass_ns: Sequence[float], peak: Sequence[float]) -> dict[str, Any]:
-    """The fields of FIELDS that follow from samples taken in turn.
+    """The fields of a decode row that follow from samples taken in turn.
 
     step_ns: nanoseconds per token; pass_ns: nanoseconds of one in-place pass over the same state; peak:
     multiply-add lanes per nanosecond.
@@ -136,24 +138,66 @@ def derive(shape: Shape, step_ns: Sequence[float], pass_ns: Sequence[float], pea
         "share_of_fma": statistics.median(shape.lane_ops / f / s for f, s in zip(peak, step_ns, strict=True)),
         "inplace_us": statistics.median(pass_ns) / 1e3,
         "fma_peak_G_lanes_per_s": statistics.median(peak),
-        "samples": len(step_ns),
     }
 
 
-def title(shape: Shape) -> str:
-    """The shape in words: "Kimi-Linear, 20 layers"."""
-    return f"{shape.name}, {shape.layers} layer{'s' if shape.layers > 1 else ''}"
+def derive_blocks(shape: Shape, tokens: int, token_ns: Sequence[float], peak: Sequence[float]) -> dict[str, Any]:
+    """The fields of a prefill or layer row, from nanoseconds per token and multiply-add lanes per nanosecond."""
+    ns = statistics.median(token_ns)
+    return {
+        "layers": shape.layers,
+        "heads": shape.HV,
+        "K": shape.K, "V": shape.V,
+        "tokens": tokens,
+        "us_per_token": ns / 1e3,
+        "us_per_token_min": min(token_ns) / 1e3,
+        "mac_per_token": shape.mac,
+        "flop_per_token": shape.flop,
+        "flop_per_token_with_decay": shape.flop_with_decay,
+        "GFLOP_per_s": shape.flop / ns,
+        "share_of_fma_by_definition": statistics.median(
+            shape.mac / f / t for f, t in zip(peak, token_ns, strict=True)),
+        "fma_peak_G_lanes_per_s": statistics.median(peak),
+    }
 
 
-def plan_rows(quick: bool) -> tuple[list[Shape], list[str]]:
-    """The shapes to measure and, in words, those left out and why."""
-    shapes = [counts.KIMI_LINEAR_LAYER, counts.KIMI_LINEAR, counts.K3_LAYER]
-    if quick:
-        return shapes, [f"{title(counts.K3)}: left out by --quick"]
+def derive_bytes(nbytes: int, tokens: int, token_ns: Sequence[float], limit_ns: Sequence[float],
+                 limit: str) -> dict[str, Any]:
+    """The fields of an epilogue row: nbytes are read or written by a call of `tokens` tokens, and by the limit.
+
+    limit: "inplace" or "copy".
+    """
+    ns = statistics.median(token_ns)
+    return {
+        "tokens": tokens,
+        "us_per_token": ns / 1e3,
+        "us_per_token_min": min(token_ns) / 1e3,
+        "traffic_bytes_per_token": nbytes / tokens,
+        "GB_per_s": nbytes / tokens / ns,
+        f"share_of_{limit}": statistics.median(x / t / tokens for x, t in zip(limit_ns, token_ns, strict=True)),
+        f"{limit}_us": statistics.median(limit_ns) / 1e3,
+    }
+
+
+def plan_rows(quick: bool, isa: str | None = None) -> tuple[list[Callable[[], Work]], list[str]]:
+    """What to measure, each to be made when its turn comes, and in words what is left out and why."""
+    layer, prompt = counts.KIMI_LINEAR_LAYER, 8192
+    decodes, prefills = (layer, counts.KIMI_LINEAR, counts.K3_LAYER, counts.K3), (64, 1024, prompt)
+    large = {  # in bytes
+        title(counts.K3): counts.K3.state_bytes,
+        f"{title(layer)}, {of_tokens(prompt)}": Prefill.nbytes(layer, prompt),
+    }
     free = available_bytes()
-    if free is not None and free < 2 * counts.K3.state_bytes:
-        return shapes, [f"{title(counts.K3)}: left out, {counts.K3.state_bytes} bytes of state and only {free} free"]
-    return [*shapes, counts.K3], []
+    left_out = {name: " by --quick" if quick else f", it needs {size} bytes and only {free} are free"
+                for name, size in large.items() if quick or (free is not None and free < 2 * size)}
+    works: list[Callable[[], Work]] = [
+        *(partial(Decode, shape, isa) for shape in decodes if title(shape) not in left_out),
+        *(partial(Prefill, layer, T, isa) for T in prefills if f"{title(layer)}, {of_tokens(T)}" not in left_out),
+        *(partial(Layer, layer, T, isa) for T in (1, 1024)),
+        *(partial(Conv, counts.K3_LAYER.HV * counts.K3_LAYER.K, T, isa) for T in (1, 1024)),
+        partial(Norm, layer.HV, layer.V, 1024, isa),
+    ]
+    return works, [f"{name}: left out{why}" for name, why in left_out.items()]
 
 
 def available_bytes() -> int | None:
@@ -168,35 +212,41 @@ def available_bytes() -> int | None:
 
 
 def machine(isa: str | None) -> dict[str, Any]:
-    """Where the numbers come from: CPU, ISA, threads, caches and versions."""
+    """Where the numbers come from: CPU, ISA, threads, caches, compiler and versions."""
     info = runtime_info()
     return {
         "cpu": info["cpu"], "architecture": platform.machine(), "system": f"{platform.system()} {platform.release()}",
         "isa": isa or info["isa"], "threads": info["threads"], "threading": info["threading"],
-        "cache_bytes": info["caches"], "python": platform.python_version(), "numpy": np.__version__,
-        "kda": kda.__version__,
+        "cache_bytes": info["caches"], "compiler": info["compiler"], "flags": info["flags"],
+        "python": platform.python_version(), "numpy": np.__version__, "kda": kda.__version__,
     }
+
+
+SECONDS = {"decode": 1.0, "prefill": 0.6, "layer": 0.6, "epilogue": 0.4}  # about, for each row
 
 
 def run(quick: bool = False, isa: str | None = None, progress: Callable[[int, int, str], None] | None = None,
         command: str = "kda bench") -> dict[str, Any]:
     """Measure every row: {"machine", "command", "date", "fields", "left_out", "rows"}, ready for JSON.
 
-    Each shape runs on 1 thread and on all that kda.get_num_threads() grants. `progress` is called before each
-    row with the number done, the number of rows and the row's name.
+    Each call runs on 1 thread and on all that kda.get_num_threads() grants. `progress` is called before each row
+    with the number done, the number of rows and the row's name.
     """
-    shapes, left_out = plan_rows(quick)
-    each = 0.3 if quick else 1.5
+    works, left_out = plan_rows(quick, isa)
     team = sorted({1, get_num_threads()})
+    total = len(works) * len(team)
     rows: list[dict[str, Any]] = []
-    for shape in shapes:
-        decode = Decode(shape, isa)
-        for n in team:
+    for make in works:
+        if progress:
+            progress(len(rows), total, "inputs of the next row")
+        work = make()
+        for n in team if work.parallel else [1]:
             if progress:
-                progress(len(rows), len(shapes) * len(team), f"{title(shape)}, {n} thread{'s' if n > 1 else ''}")
-            rows.append(measure(shape, n, isa, each, decode))
+                progress(len(rows), total, f"{work.name}, {n} thread{'s' if n > 1 else ''}")
+            rows.append(measure(work, n, isa, SECONDS[work.kind] * (0.3 if quick else 1)))
+        del work
     if progress:
-        progress(len(rows), len(rows), "done")
+        progress(total, total, "done")
     return {
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -209,22 +259,44 @@ def run(quick: bool = False, isa: str | None = None, progress: Callable[[int, in
 
 # ---- tables ----
 
-COLUMNS = ["", "state", "threads", "us/token (min)", "MAC/token", "FLOP/token", "state GB/s", "of in-place", "of FMA"]
+def median_and_best(row: dict[str, Any]) -> str:
+    """us/token and, in brackets, that of the fastest sample."""
+    return f"{significant(row['us_per_token'])} ({significant(row['us_per_token_min'])})"
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """One row of COLUMNS."""
-    return [
-        row["name"],
-        f"{row['state_bytes'] / 2**20:.0f} MiB",
-        str(row["threads"]),
-        f"{significant(row['us_per_token'])} ({significant(row['us_per_token_min'])})",
-        f"{row['mac_per_token']:,}",
-        f"{row['flop_per_token']:,}",
-        f"{row['GB_per_s']:.1f}",
-        f"{row['share_of_inplace']:.0%}",
-        f"{row['share_of_fma']:.0%}",
-    ]
+# A table per group of kinds: its columns, and how each is read from a row.
+Column = tuple[str, Callable[[dict[str, Any]], str]]
+TABLES: dict[tuple[str, ...], list[Column]] = {
+    ("decode",): [
+        ("decode, one token", lambda row: row["name"]),
+        ("state", lambda row: f"{row['state_bytes'] / 2**20:.0f} MiB"),
+        ("threads", lambda row: str(row["threads"])),
+        ("us/token (min)", median_and_best),
+        ("MAC/token", lambda row: f"{row['mac_per_token']:,}"),
+        ("FLOP/token", lambda row: f"{row['flop_per_token']:,}"),
+        ("state GB/s", lambda row: f"{row['GB_per_s']:.1f}"),
+        ("of in-place", lambda row: f"{row['share_of_inplace']:.0%}"),
+        ("of FMA", lambda row: f"{row['share_of_fma']:.0%}"),
+    ],
+    ("prefill", "layer"): [
+        ("prefill; the fused layer", lambda row: row["name"]),
+        ("threads", lambda row: str(row["threads"])),
+        ("us/token (min)", median_and_best),
+        ("MAC/token", lambda row: f"{row['mac_per_token']:,}"),
+        ("FLOP/token", lambda row: f"{row['flop_per_token']:,}"),
+        ("GFLOP/s", lambda row: f"{row['GFLOP_per_s']:.1f}"),
+        ("of FMA peak", lambda row: f"{row['share_of_fma_by_definition']:.0%}"),
+    ],
+    ("epilogue",): [
+        ("short convolution; gated norm", lambda row: row["name"]),
+        ("threads", lambda row: str(row["threads"])),
+        ("us/token (min)", median_and_best),
+        ("bytes/token", lambda row: f"{row['traffic_bytes_per_token']:,.0f}"),
+        ("GB/s", lambda row: f"{row['GB_per_s']:.1f}"),
+        ("of its limit", lambda row: f"{row['share_of_copy']:.0%} of copy" if "share_of_copy" in row else
+         f"{row['share_of_inplace']:.0%} of in-place"),
+    ],
+}
 
 
 def significant(x: float) -> str:
@@ -236,45 +308,68 @@ def significant(x: float) -> str:
 
 NOISY = 1.5  # a median this many times the fastest sample says more about the machine's other work than about ours
 
-NOTE = (
+NOTES = [
     "us/token: median of samples (fastest in brackets). MAC and FLOP: the delta rule, 3*K*V multiply-adds per head, "
-    "without the decay. state GB/s: state read and written once per token, 10^9 bytes. "
-    "of in-place: the time of s = a*s + b over the same bytes / the time of the step. "
-    "of FMA: the time of 4 lanes of floating-point instructions per state element at the multiply-add peak (one lane "
-    "counts as one) / the time of the step. Both shares are medians of ratios of neighbouring samples in one process."
-)
+    "without the decay. Every share is the median of ratios of neighbouring samples in one process: the time of a "
+    "limit / the time of the call.",
+    "of in-place: s = a*s + b over the bytes of the state; state GB/s: state read and written once per token, 10^9 "
+    "bytes. of FMA: 4 lanes of floating-point instructions per state element at the multiply-add peak (one lane "
+    "counts as one).",
+    "of FMA peak: the MAC of the delta rule at the multiply-add peak, whatever else the call does (the fused layer: "
+    "convolutions, norms, gates).",
+    "of its limit: s = a*s + b over as many bytes, read and written, as the convolution must read or write; for the "
+    "norm numpy's copy between two arrays of as many bytes.",
+]
 
 
 def render(result: dict[str, Any], form: str) -> str:
     """The result as "text" or "md"."""
-    table = [COLUMNS, *map(cells, result["rows"])]
     m = result["machine"]
     caches = ", ".join(f"{name} {size // 1024} KiB" for name, size in m["cache_bytes"].items())
     where = f"{m['cpu']} ({caches or 'caches unknown'}), {m['threads']} threads, ISA {m['isa']}, {m['system']}, " \
             f"Python {m['python']}, numpy {m['numpy']}, kda {m['kda']}"
-    what = f"{result['command']}, {result['date']}"
+    if form == "md":
+        lines = [f"`{result['command']}`, {result['date'][:10]}: {where}."]
+    else:
+        lines = [f"{result['command']}, {result['date']}\n{where}"]
+    notes = NOTES[:1]
+    for (kinds, columns), note in zip(TABLES.items(), NOTES[1:], strict=True):
+        rows = [[read(row) for _, read in columns] for row in result["rows"] if row["kind"] in kinds]
+        if rows:
+            notes.append(note)
+            lines += ["", *lay_out([[head for head, _ in columns], *rows], form)]
+    for note in notes:
+        lines += ["", *([note] if form == "md" else textwrap.wrap(note, 110))]
+    for remark in [*result["left_out"], *doubts(result["rows"])]:
+        lines += ["", remark]
+    return "\n".join(lines)
+
+
+def lay_out(table: list[list[str]], form: str) -> list[str]:
+    """The lines of a table, its first row the head and its first column text."""
     if form == "md":
         lines = ["| " + " | ".join(line) + " |" for line in table]
-        lines.insert(1, "|---|" + "---:|" * (len(COLUMNS) - 1))
-        lines = [f"`{result['command']}`, {result['date'][:10]}: {where}.", "", *lines, "", NOTE]
-    else:
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [f"{what}\n{where}", ""]
-        for first, *others in table:
-            padded = [c.rjust(w) for c, w in zip(others, widths[1:], strict=True)]
-            lines.append("  ".join([first.ljust(widths[0]), *padded]))
-        lines += ["", *textwrap.wrap(NOTE, 110)]
-    remarks = list(result["left_out"])
-    for row in result["rows"]:
+        lines.insert(1, "|---|" + "---:|" * (len(table[0]) - 1))
+        return lines
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))])
+            for first, *others in table]
+
+
+def doubts(rows: list[dict[str, Any]]) -> list[str]:
+    """A sentence for each row that says more about the machine's other work than about ours."""
+    found = []
+    for row in rows:
         spread = row["us_per_token"] / row["us_per_token_min"]
+        shares = [row[name] for name in row if name.startswith("share_of_")]
         which = f"{row['name']}, {row['threads']} thread{'s' if row['threads'] > 1 else ''}"
         if spread > NOISY:
-            remarks.append(f"{which}: the median is {spread:.1f} times the fastest "
-                           "sample; something else was running, measure again")
-        elif max(row["share_of_inplace"], row["share_of_fma"]) > NOISY:
-            remarks.append(f"{which}: faster than its limit, so the limit was measured "
-                           "while something else was running, measure again")
-    return "\n".join([*lines, *(line for remark in remarks for line in ("", remark))])
+            found.append(f"{which}: the median is {spread:.1f} times the fastest "
+                         "sample; something else was running, measure again")
+        elif max(shares) > NOISY:
+            found.append(f"{which}: faster than its limit, so the limit was measured "
+                         "while something else was running, measure again")
+    return found
 
 
 def progress_bar(stream: Any = None) -> Callable[[int, int, str], None] | None:

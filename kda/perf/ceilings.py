@@ -1,4 +1,4 @@
-"""What this machine does when nothing but the limit is in the way: two probes in the same C as the kernels.
+"""What this machine does when nothing but the limit is in the way: two probes in the same C as the kernels, and a copy.
 
 A ceiling says something about a kernel only when both are timed in the same process, alternating: on a shared
 machine either moves by tens of percent from second to second, and their ratio by a few.
@@ -6,7 +6,8 @@ machine either moves by tens of percent from second to second, and their ratio b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import perf_counter_ns
 
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kda import _core
+from kda.ops import aligned_empty
 from kda.runtime import get_num_threads, isa_index, set_num_threads
 
 
@@ -57,3 +59,24 @@ def fma_rate(rounds: int, isa: str | None = None) -> float:
     start = perf_counter_ns()
     lanes = _core.probe_fma(row, rounds)
     return lanes / (perf_counter_ns() - start)
+
+
+@contextmanager
+def copier(nbytes: int, n: int) -> Iterator[Callable[[], int]]:
+    """Yields a function that copies nbytes / 2, so that nbytes are read or written, and returns the nanoseconds.
+
+    The copy is numpy's, that is the C library's, on n threads of Python, which copy without the GIL.
+    """
+    source, target = aligned_empty((nbytes // 8,)), aligned_empty((nbytes // 8,))
+    source[:] = target[:] = 1
+    sources, targets = np.array_split(source, n), np.array_split(target, n)
+    with ThreadPoolExecutor(n) as pool:
+        def ns() -> int:
+            start = perf_counter_ns()
+            if n == 1:
+                np.copyto(targets[0], sources[0])
+            else:
+                list(pool.map(np.copyto, targets, sources))
+            return perf_counter_ns() - start
+
+        yield ns

@@ -1,0 +1,224 @@
+"""The calls that `kda bench` and the benchmarks time: shapes of real models, inputs from one fixed seed.
+
+States move on in place from call to call, as in a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kda
+from kda import ops
+from kda.ops import aligned_empty
+from kda.perf.counts import Shape
+
+SEED = 20251030
+DISTINCT = 1024  # tokens that differ; a longer prompt repeats them, which costs no time to make
+
+Floats = NDArray[np.float32]
+
+
+def title(shape: Shape) -> str:
+    """The shape in words: "Kimi-Linear, 20 layers"."""
+    return f"{shape.name}, {shape.layers} layer{'s' if shape.layers > 1 else ''}"
+
+
+def of_tokens(T: int) -> str:
+    """T in words: "1 token", "1,024 tokens"."""
+    return f"{T:,} token{'s' if T > 1 else ''}"
+
+
+def nanoseconds(call: Callable[[], object], times: int) -> int:
+    """What `times` calls take."""
+    start = perf_counter_ns()
+    for _ in range(times):
+        call()
+    return perf_counter_ns() - start
+
+
+class Random:
+    """Arrays of one fixed seed, float32."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(SEED)
+
+    def normal(self, *dims: int) -> Floats:
+        return self.rng.standard_normal(dims, dtype=np.float32)
+
+    def uniform(self, *dims: int) -> Floats:
+        return self.rng.random(dims, dtype=np.float32)
+
+    def tokens(self, T: int, *dims: int) -> Floats:
+        """[1, T, *dims], normal."""
+        return np.resize(self.normal(1, min(T, DISTINCT), *dims), (1, T, *dims))
+
+    def state(self, *dims: int) -> Floats:
+        state = aligned_empty(dims)
+        state[:] = 0.1 * self.normal(*dims)
+        return state
+
+
+class Work:
+    """A call to be timed: run() takes `tokens` tokens; `result` is what came out last."""
+
+    kind: str
+    name: str
+    tokens: int
+    result: NDArray[Any]
+    parallel = True  # False: so little work that it stays on one thread
+
+    def run(self) -> None:
+        raise NotImplementedError
+
+    def ns(self, times: int) -> int:
+        """Nanoseconds of `times` calls."""
+        return nanoseconds(self.run, times)
+
+
+class Decode(Work):
+    """One token through every layer of a shape, token by token.
+
+    Each layer has its own inputs and its own 64-byte aligned state [1, HV, K, V], as in a model.
+    """
+
+    kind, tokens = "decode", 1
+
+    def __init__(self, shape: Shape, isa: str | None = None) -> None:
+        rng = Random()
+        L, H, HV, K, V = shape.layers, shape.H, shape.HV, shape.K, shape.V
+        self.name, self.shape, self.isa, self.normalise = title(shape), shape, isa, True
+        self.q, self.k = rng.normal(L, 1, 1, H, K), rng.normal(L, 1, 1, H, K)
+        self.v = rng.normal(L, 1, 1, HV, V)
+        self.g = -0.5 * rng.uniform(L, 1, 1, HV, K)
+        self.beta = 0.01 + 0.98 * rng.uniform(L, 1, 1, HV)
+        self.states = aligned_empty((L, 1, HV, K, V))
+        self.states[:] = 0.1 * rng.normal(1, 1, HV, K, V)
+        self.result = np.empty((L, 1, 1, HV, V), np.float32)
+        self._calls = list(zip(self.q, self.k, self.v, self.g, self.beta, self.states, self.result, strict=True))
+
+    def run(self) -> None:
+        for q, k, v, g, beta, state, o in self._calls:
+            kda.fused_recurrent_kda(q, k, v, g, beta, initial_state=state, state_out=state, out=o,
+                                    use_qk_l2norm_in_kernel=self.normalise, isa=self.isa)
+
+
+class Prefill(Work):
+    """T tokens of one layer in blocks, or through another function of the same arguments."""
+
+    kind = "prefill"
+
+    def __init__(self, shape: Shape, T: int, isa: str | None = None,
+                 op: Callable[..., tuple[Any, ...]] = kda.chunk_kda) -> None:
+        rng = Random()
+        H, HV, K, V = shape.H, shape.HV, shape.K, shape.V
+        self.name, self.tokens = f"{title(shape)}, {of_tokens(T)}", T
+        self.shape, self.isa, self.op, self.normalise = shape, isa, op, True
+        self.q, self.k, self.v = rng.tokens(T, H, K), rng.tokens(T, H, K), rng.tokens(T, HV, V)
+        self.g = -0.5 * np.resize(rng.uniform(1, min(T, DISTINCT), HV, K), (1, T, HV, K))
+        self.beta = 0.01 + 0.98 * rng.uniform(1, T, HV)
+        self.state = rng.state(1, HV, K, V)
+        self.result = np.empty_like(self.v)
+
+    @staticmethod
+    def nbytes(shape: Shape, T: int) -> int:
+        """Bytes of q, k, v, g and o."""
+        return 4 * T * (2 * shape.H * shape.K + shape.HV * (shape.K + 2 * shape.V))
+
+    def inputs(self) -> dict[str, Floats]:
+        """q, k, v, g, beta by name."""
+        return {name: getattr(self, name) for name in ("q", "k", "v", "g", "beta")}
+
+    def run(self) -> None:
+        self.op(**self.inputs(), initial_state=self.state, state_out=self.state, out=self.result,
+                use_qk_l2norm_in_kernel=self.normalise, isa=self.isa)
+
+
+class Layer(Work):
+    """T tokens through everything between the projections of one layer, in one pass (ops.fused_kda_layer).
+
+    one_by_one() is the same through the public functions. The gate's parameters are such that g is near -0.1.
+    """
+
+    kind = "layer"
+
+    def __init__(self, shape: Shape, T: int, isa: str | None = None, width: int = 4) -> None:
+        rng = Random()
+        H, HV, K, V = shape.H, shape.HV, shape.K, shape.V
+        self.name, self.tokens = f"{title(shape)}, fused, {of_tokens(T)}", T
+        self.shape, self.isa = shape, isa
+        self.q, self.k, self.v = rng.tokens(T, H, K), rng.tokens(T, H, K), rng.tokens(T, HV, V)
+        self.g, self.beta, self.gate = rng.tokens(T, HV, K), rng.tokens(T, HV), rng.tokens(T, HV, V)
+        self.A_log = np.log(1 + 15 * rng.uniform(HV))
+        self.dt_bias = rng.normal(HV * K) - 5
+        self.norm_weight = 1 + 0.1 * rng.normal(V)
+        channels = [H * K, H * K, HV * V]
+        self.weights = [0.5 * rng.normal(D, width) for D in channels]
+        self.conv = [(np.ascontiguousarray(w.T), rng.normal(1, width - 1, D))
+                     for w, D in zip(self.weights, channels, strict=True)]
+        self.state = rng.state(1, HV, K, V)
+
+    def run(self) -> None:
+        self.result = ops.fused_kda_layer(
+            self.q, self.k, self.v, self.g, self.beta, self.gate, self.state, self.conv, self.norm_weight,
+            self.A_log, self.dt_bias, None, chunked=self.tokens > 1, isa=self.isa)
+
+    def one_by_one(self) -> Floats:
+        """The same through the public functions; the state and the histories move on here too."""
+        rows: list[Any] = []
+        for x, w, (_, past) in zip((self.q, self.k, self.v), self.weights, self.conv, strict=True):
+            flat, columns = x.reshape(1, self.tokens, -1), past.transpose(0, 2, 1)
+            if self.tokens == 1:
+                y = kda.causal_conv1d_update(flat[:, 0], columns, w, isa=self.isa)
+            else:
+                y, final = kda.causal_conv1d(flat, w, initial_state=columns, output_final_state=True, isa=self.isa)
+                columns[:] = final
+            rows.append(y.reshape(x.shape))
+        delta: Callable[..., tuple[Any, ...]] = kda.chunk_kda if self.tokens > 1 else kda.fused_recurrent_kda
+        o, _ = delta(*rows, self.g, self.beta, self.A_log, self.dt_bias, initial_state=self.state,
+                     state_out=self.state, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+                     use_beta_sigmoid_in_kernel=True, isa=self.isa)
+        return kda.rms_norm_gated(o, self.gate, self.norm_weight, isa=self.isa)
+
+
+class Conv(Work):
+    """T tokens of the short convolution with SiLU over D channels; one token goes through the update in place."""
+
+    kind = "epilogue"
+
+    def __init__(self, D: int, T: int, isa: str | None = None, width: int = 4) -> None:
+        rng = Random()
+        self.name, self.tokens, self.isa = f"short convolution, {D:,} channels, {of_tokens(T)}", T, isa
+        self.x, self.weight, self.state = rng.tokens(T, D), rng.normal(D, width), rng.normal(1, D, width - 1)
+        self.parallel = T > 1
+        # x, weight and state are read, y and state written
+        self.nbytes = 2 * self.x.nbytes + self.weight.nbytes + 2 * self.state.nbytes
+
+    def run(self) -> None:
+        if self.tokens == 1:
+            self.result = kda.causal_conv1d_update(self.x[:, 0], self.state, self.weight, isa=self.isa)
+        else:
+            self.result, final = kda.causal_conv1d(self.x, self.weight, initial_state=self.state,
+                                                   output_final_state=True, isa=self.isa)
+            assert final is not None
+            self.state = final
+
+
+class Norm(Work):
+    """T tokens of the gated norm over heads of V values."""
+
+    kind = "epilogue"
+
+    def __init__(self, heads: int, V: int, T: int, isa: str | None = None) -> None:
+        rng = Random()
+        self.name, self.tokens, self.isa = f"gated norm, {heads} heads of {V}, {of_tokens(T)}", T, isa
+        self.x, self.gate, self.weight = rng.tokens(T, heads, V), rng.tokens(T, heads, V), rng.normal(V)
+        self.nbytes = 4 * 3 * math.prod(self.x.shape)  # x and gate are read, y is written
+
+    def run(self) -> None:
+        self.result = kda.rms_norm_gated(self.x, self.gate, self.weight, isa=self.isa)
