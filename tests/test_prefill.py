@@ -104,7 +104,7 @@ def test_intermediate_states(isa, chunk_size, v_first):
 def test_chunk_size_changes_nothing_else(isa):
     x = make_inputs(5, 1, 70, 1, 1, 16, 16)
     want, _ = kda.chunk_kda(**x, isa=isa)
-    for chunk_size in (1, 32, 128):
+    for chunk_size in (1, 32, 128, np.int8(3), 10**30):
         assert same_bits(kda.chunk_kda(**x, chunk_size=chunk_size, isa=isa)[0], want)
 
 
@@ -144,10 +144,12 @@ def test_bf16_products(isa):
 @pytest.mark.parametrize(("change", "error", "message"), [
     ({"chunk_size": 0}, ValueError, "chunk_size: expected an int >= 1, got 0"),
     ({"chunk_size": 16.0}, ValueError, "chunk_size: expected an int >= 1, got 16.0"),
+    ({"chunk_size": np.array([4, 4])}, ValueError, r"chunk_size: expected an int >= 1, got array\(\[4, 4\]\)"),
+    ({"chunk_size": None}, ValueError, "chunk_size: expected an int >= 1, got None"),
     ({"chunk_size": True}, ValueError, "chunk_size: expected an int >= 1, got True"),
     ({"precision": "int8"}, ValueError, "precision: expected 'float32' or 'bf16', got 'int8'"),
     ({"beta": np.ones((1, 4, 2), np.float64)}, TypeError, r"beta: .*got float64 \[1, 4, 2\]"),
-    ({"lower_bound": 0.0, "use_gate_in_kernel": True}, ValueError, "lower_bound: expected a finite number below 0"),
+    ({"lower_bound": 0.0, "use_gate_in_kernel": True}, ValueError, "lower_bound: expected a finite float32 below 0"),
 ])
 def test_bad_input(change, error, message):
     x = make_inputs(9, 1, 4, 1, 2, 8, 8)
