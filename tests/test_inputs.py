@@ -17,7 +17,8 @@ NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 # ---- forms of an array ----
 
 def reversed_axes(x):
-    return np.ascontiguousarray(x[::-1, ..., ::-1])[::-1, ..., ::-1]
+    ends = (slice(None, None, -1),) if x.ndim == 1 else (slice(None, None, -1), ..., slice(None, None, -1))
+    return x[ends].copy()[ends]
 
 
 def misaligned(x):
@@ -180,9 +181,9 @@ LAYOUTS = {"as it is": lambda x: x, "reversed": reversed_axes, "Fortran order": 
 
 @st.composite
 def calls(draw):
-    """Arguments of fused_recurrent_kda, as they may come."""
+    """Arguments of fused_recurrent_kda and chunk_kda, as they may come."""
     size = st.integers(1, 40)
-    B, T, H, repeat = draw(st.integers(0, 3)), draw(st.integers(0, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    B, T, H, repeat = (draw(st.integers(low, high)) for low, high in ((0, 3), (0, 20), (1, 3), (1, 3)))
     K, V, HV = draw(size), draw(size), H * repeat
     cu = None
     if B == 1 and draw(st.booleans()):
@@ -218,10 +219,10 @@ def close(got, want, tolerance):
 
 
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(x=calls(), isa=st.sampled_from(ISAS))
-def test_shapes_strides_and_dtypes(x, isa):
+@given(x=calls(), function=st.sampled_from([kda.fused_recurrent_kda, kda.chunk_kda]), isa=st.sampled_from(ISAS))
+def test_shapes_strides_and_dtypes(x, function, isa):
     before = {n: a.copy() for n, a in x.items() if isinstance(a, np.ndarray)}
-    o, state = kda.fused_recurrent_kda(**x, isa=isa)
+    o, state = function(**x, isa=isa)
     want_o, want_state = reference.fused_recurrent_kda(**widened(x))
     rounding = {2: 2.0**-11 if x["v"].dtype != BF16 else 2.0**-8, 4: 0}[o.itemsize]  # of o into the dtype of v
     assert o.dtype == x["v"].dtype.newbyteorder("=")
@@ -232,6 +233,60 @@ def test_shapes_strides_and_dtypes(x, isa):
         assert state is None
     for n, a in before.items():
         assert same_bits(np.ascontiguousarray(x[n]), np.ascontiguousarray(a))
+
+
+DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BF16]
+
+
+@st.composite
+def laid_out(draw, *shape, dtypes=DTYPES):
+    """(an array in C order, the same in any layout)."""
+    x = np.random.default_rng(draw(st.integers(0, 2**32 - 1))).standard_normal(shape).astype(
+        draw(st.sampled_from(dtypes)))
+    return x, LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](x)
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data(), isa=st.sampled_from(ISAS))
+def test_layouts_of_the_convolution(data, isa):
+    """The bits of C order, and what lies between the elements of the caller's state stays as it was."""
+    B, T, D, W = (data.draw(st.integers(low, high)) for low, high in ((0, 3), (0, 20), (1, 40), (1, 8)))
+    x, odd_x = data.draw(laid_out(B, T, D))
+    w, odd_w = data.draw(laid_out(D, W))
+    bias, odd_bias = data.draw(laid_out(D))
+    past, odd_past = data.draw(laid_out(B, D, W - 1))
+    want, want_state = kda.causal_conv1d(x, w, bias, None, past, True, isa=isa)
+    odd_w = data.draw(st.sampled_from([odd_w, odd_w[:, None]]))
+    y, state = kda.causal_conv1d(odd_x, odd_w, odd_bias, None, odd_past, True, isa=isa)
+    assert same_bits(y, want)
+    assert same_bits(state, want_state)
+
+    state = LAYOUTS[data.draw(st.sampled_from(["as it is", "reversed", "Fortran order", "spaced"]))](
+        past.astype(np.float32))
+    memory = state
+    while memory.base is not None:
+        memory = memory.base
+    elsewhere = np.isnan(memory)
+    for t in range(T):
+        y = kda.causal_conv1d_update(odd_x[:, t], state, odd_w, odd_bias, None, isa=isa)
+        assert close(y.astype(np.float32), want[:, t].astype(np.float32), 1e-6 if x.dtype == np.float32 else 2.0**-8)
+    assert np.array_equal(state, want_state)
+    assert np.array_equal(np.isnan(memory), elsewhere)
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data(), isa=st.sampled_from(ISAS))
+def test_layouts_of_the_gated_norm(data, isa):
+    shape = (*data.draw(st.lists(st.integers(0, 3), max_size=5)), data.draw(st.integers(1, 40)))
+    x, odd_x = data.draw(laid_out(*shape))
+    gate, odd_gate = data.draw(laid_out(*shape))
+    weight, odd_weight = data.draw(laid_out(shape[-1]))
+    activation = data.draw(st.sampled_from(["sigmoid", "silu"]))
+    want = reference.rms_norm_gated(x, gate, weight, activation=activation)
+    y = kda.rms_norm_gated(odd_x, odd_gate, odd_weight, activation=activation, isa=isa)
+    assert y.dtype == x.dtype
+    assert same_bits(y, kda.rms_norm_gated(x, gate, weight, activation=activation, isa=isa))
+    assert close(y.astype(np.float32), want, 1e-6 + {4: 0, 2: 2.0**-11 if x.dtype != BF16 else 2.0**-8}[x.itemsize])
 
 
 # ---- errors ----
