@@ -166,12 +166,15 @@ cdef class _Buffers:
         return 0
 
     cdef const float *floats(self, x, Py_ssize_t n) except? NULL:
-        if x is None:
-            return NULL
         cdef Py_buffer *view = self.get(x, False)
         if view.ndim != 1 or view.shape[0] != n or dtype_of(view) != KDA_F32 or (n > 1 and view.strides[0] != 4):
             raise ValueError(f"expected {n} contiguous float32")
         return <const float *>view.buf
+
+    cdef const float *optional(self, x, Py_ssize_t n) except? NULL:
+        if x is None:
+            return NULL
+        return self.floats(x, n)
 
 
 cdef int dtype_of(Py_buffer *view) except -1:
@@ -303,8 +306,8 @@ def delta(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
         state(buffers, &job.states, states, (N, n, HV, K, V), True)
         if spacing < 1 or n * spacing < longest(&job, N, T) // spacing * spacing:
             raise ValueError("states: too few checkpoints")
-    job.A_log = buffers.floats(A_log, HV)
-    job.dt_bias = buffers.floats(dt_bias, HV * K)
+    job.A_log = buffers.optional(A_log, HV)
+    job.dt_bias = buffers.optional(dt_bias, HV * K)
     job.N, job.T, job.H, job.HV, job.K, job.V = N, T, H, HV, K, V
     job.scale, job.lower_bound, job.eps, job.flags = scale, lower_bound, eps, flags
     job.block, job.spacing = KDA_BLOCK if chunked else 1, spacing
@@ -367,8 +370,8 @@ def gate(int isa, y, g, A_log, dt_bias, double lower_bound, int flags):
     buffers.tensor(&job.o, y, (B, T, HV, K), 1, True)
     if job.o.dtype != KDA_F32:
         raise ValueError("y is float32")
-    job.A_log = buffers.floats(A_log, HV)
-    job.dt_bias = buffers.floats(dt_bias, HV * K)
+    job.A_log = buffers.optional(A_log, HV)
+    job.dt_bias = buffers.optional(dt_bias, HV * K)
     job.N, job.T, job.H, job.HV, job.K, job.V = B, T, HV, HV, K, 1
     job.lower_bound, job.flags = lower_bound, flags
     run(&kda_gate_item, &job, B * T, threads_for(8 * B * T * HV * K), False)
@@ -437,7 +440,7 @@ def conv(int isa, y, s_out, x, s_in, taps, bias, cu_seqlens, int activation):
     buffers.tensor(&job.x, x, (B, T, D), 1, False)
     buffers.tensor(&job.y, y, (B, T, D), 1, True)
     job.taps = buffers.floats(taps, job.width * D)
-    job.bias = buffers.floats(bias, D)
+    job.bias = buffers.optional(bias, D)
     job.cu_seqlens = sequences(buffers, cu_seqlens, B, T, &N)
     job.N, job.T, job.D, job.activation = N, T, D, activation
     cdef tuple shape = (N, D, job.width - 1)
@@ -469,7 +472,7 @@ def conv_step(int isa, y, state, x, weight, bias, int activation):
         raise ValueError("a state is float32")
     job.state_out = <float *>t.data
     job.taps = buffers.floats(weight, job.width * D)
-    job.bias = buffers.floats(bias, D)
+    job.bias = buffers.optional(bias, D)
     job.N, job.T, job.D, job.activation = B, 1, D, activation
     cdef Py_ssize_t items = kda_conv_items(&job)
     cdef int threads = <int>max(1, min(<Py_ssize_t>threads_for(8 * B * D), items))

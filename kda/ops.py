@@ -7,6 +7,8 @@ computed. The formulas are in reference.py, one line each.
 from __future__ import annotations
 
 import math
+import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from kda.runtime import isa_index
 _F32 = np.dtype(np.float32)
 _F16 = np.dtype(np.float16)
 _I64 = np.dtype(np.int64)
+_F32_MAX = float(np.finfo(np.float32).max)
 _U16 = np.dtype(np.uint16)  # bfloat16 on its way through the core
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -32,8 +35,12 @@ def _described(x: Array) -> str:
     return f"{x.dtype} {list(x.shape)}"
 
 
+def _is_native_or_swapped(dtype: np.dtype[Any], *floats: np.dtype[Any]) -> bool:
+    return dtype.kind == "f" and dtype.newbyteorder("=") in floats  # strings of variable width have no byte order
+
+
 def _check_dtype(name: str, x: Array) -> None:
-    if x.dtype.newbyteorder("=") in (_F32, _F16) or x.dtype == _BF16:
+    if x.dtype == _BF16 or _is_native_or_swapped(x.dtype, _F32, _F16):
         return
     raise TypeError(
         f"{name}: expected float32, float16 or bfloat16, got {_described(x)}; convert with {name}.astype(np.float32)")
@@ -103,6 +110,16 @@ def _check_strides(name: str, x: Array, inner: int) -> None:
         run = max(run, run * x.shape[axis] if axis >= x.ndim - inner else abs(step) * x.shape[axis])
 
 
+def _elements_apart(x: Array) -> bool:
+    """Whether no two elements lie in one place, as in every slice, reversal and transpose of an ordinary array."""
+    extent = x.itemsize
+    for step, n in sorted((abs(step), n) for step, n in zip(x.strides, x.shape, strict=True) if n > 1):
+        if step < extent:
+            return x.size == 0
+        extent += step * (n - 1)
+    return True
+
+
 def _floats(name: str, x: Any, size: int, what: str) -> Array | None:
     """A small per-head parameter as `size` contiguous float32."""
     if x is None:
@@ -119,8 +136,8 @@ def _gate_flags(A_log: Any, lower_bound: float | None) -> int:
         if A_log is None:
             raise ValueError("A_log: the softplus gate needs it; pass A_log [HV], or lower_bound for the bounded gate")
         return _core.F_GATE
-    if not (lower_bound < 0 and math.isfinite(lower_bound)):
-        raise ValueError(f"lower_bound: expected a finite number below 0, got {lower_bound}")
+    if not -_F32_MAX <= lower_bound < 0:
+        raise ValueError(f"lower_bound: expected a finite float32 below 0, got {lower_bound}")
     return _core.F_GATE | _core.F_BOUNDED
 
 
@@ -132,16 +149,15 @@ def _sequences(cu_seqlens: Any, B: int, T: int) -> NDArray[np.int64]:
         raise ValueError(f"cu_seqlens: expected [N + 1], got {list(cu.shape)}")
     if B != 1:
         raise ValueError(f"cu_seqlens: sequences are packed along T of one batch row; expected B = 1, got B = {B}")
-    cu = _packed(cu, _I64)
     if cu[0] != 0:
         raise ValueError(f"cu_seqlens: expected to start at 0, got {cu[0]}")
-    falls = np.flatnonzero(np.diff(cu) < 0)
+    falls = np.flatnonzero(cu[1:] < cu[:-1])  # in their own dtype: a difference of unsigned ones wraps
     if falls.size:
         i = int(falls[0])
         raise ValueError(f"cu_seqlens: expected not to decrease, got {cu[i]} then {cu[i + 1]} at {i}")
     if cu[-1] != T:
         raise ValueError(f"cu_seqlens: expected to end at T = {T}, got {cu[-1]}")
-    return cu
+    return _packed(cu, _I64)
 
 
 def aligned_empty(shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -283,12 +299,17 @@ def chunk_kda(
     """
     if precision not in ("float32", "bf16"):
         raise ValueError(f"precision: expected 'float32' or 'bf16', got {precision!r}")
-    if isinstance(chunk_size, bool) or not hasattr(chunk_size, "__index__") or chunk_size < 1:
+    try:
+        spacing = 0 if isinstance(chunk_size, bool) else operator.index(chunk_size)
+    except TypeError:
+        spacing = 0
+    if spacing < 1:
         raise ValueError(f"chunk_size: expected an int >= 1, got {chunk_size!r}")
+    spacing = min(spacing, sys.maxsize)  # longer than any sequence, and what the core can hold
     o, final, states = _delta(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, state_v_first, cu_seqlens,
-        out, state_out, isa, int(chunk_size), return_intermediate_states, precision == "bf16")
+        out, state_out, isa, spacing, return_intermediate_states, precision == "bf16")
     return (o, final, states) if return_intermediate_states else (o, final)
 
 
@@ -343,7 +364,7 @@ def _delta(
     if initial is not None:
         initial = np.asarray(initial)
         want = (N, HV, V, K) if state_v_first else state_shape
-        if initial.dtype is not _F32 and initial.dtype.newbyteorder("=") != _F32:
+        if initial.dtype is not _F32 and not _is_native_or_swapped(initial.dtype, _F32):
             raise TypeError(f"initial_state: expected float32 {list(want)}, got {_described(initial)}; "
                             f"convert with initial_state.astype(np.float32)")
         if initial.shape != want:
@@ -353,7 +374,8 @@ def _delta(
         if not ((initial.dtype is _F32 and initial.flags.carray) or _head_contiguous(initial)):
             initial = _packed(initial, _F32)
 
-    inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias,
+              "cu_seqlens": cu_seqlens}
     if state_out is None:
         final = aligned_empty(state_shape)
     else:
@@ -646,24 +668,27 @@ def causal_conv1d_update(
     if not wide and state.shape != (B, D, W - 1):
         raise _shape_error("state", state, (B, D, W - 1), f" (or {W} columns)")
     past = state[:, :, 1:] if wide else state
-    if not past.flags.writeable:
+    if not state.flags.writeable:
         raise ValueError("state: is read-only; an update in place would be lost")
-    if not past.flags.aligned:
+    if not state.flags.aligned:
         raise ValueError("state: is not aligned to its element size")
-    if state.size and any(n > 1 and s == 0 for n, s in zip(state.shape, state.strides, strict=True)):
-        raise ValueError("state: is a broadcast view; its elements share memory and cannot be updated in place")
+    if not (state.flags.c_contiguous or _elements_apart(state)):
+        raise ValueError("state: is a broadcast or sliding view; its elements share memory and cannot be updated in "
+                         "place")
     for name, other in (("x", x), ("weight", w), ("bias", bias)):
-        if other is not None and np.may_share_memory(past, other) and np.shares_memory(past, other):
+        if other is not None and np.may_share_memory(state, other) and np.shares_memory(state, other):
             raise ValueError(f"state: overlaps {name}; pass a separate array")
     y = np.empty(x.shape, x.dtype)
+    oldest = None
+    if wide:
+        oldest = state[:, :, 1].copy() if W > 1 else x.view(_BF16) if x.dtype == _U16 else x
     if past.flags.c_contiguous:
         _core.conv_step(row, y, past, x, w.reshape(-1), bias, act)
     else:
-        oldest = state[:, :, 1].copy() if wide and W > 1 else x
         _core.conv(row, y.reshape(B, 1, D), past, x.reshape(B, 1, D), past, np.ascontiguousarray(w.T).reshape(-1), bias,
                    None, act)
-        if wide:
-            state[:, :, 0] = oldest
+    if oldest is not None:
+        state[:, :, 0] = oldest
     return y.view(_BF16) if y.dtype == _U16 else y
 
 
@@ -701,7 +726,7 @@ def rms_norm_gated(
     if not eps >= 0:
         raise ValueError(f"eps: expected a number >= 0, got {eps}")
     act = _activation(activation, ("sigmoid", "silu", "swish"))
-    w = _floats("weight", weight, x.shape[-1], "V: one per channel")
+    w = _floats("weight", np.asarray(weight), x.shape[-1], "V: one per channel")  # None: an error, like any object
     y = np.empty(x.shape, x.dtype)
     if y.size:
         _core.norm_gated(row, _four(y), _four(x), _four(gate), w, eps, act)

@@ -106,10 +106,10 @@ def _spans(B: int, T: int, cu_seqlens: Any) -> list[tuple[int, int, int]]:
 def chunk_kda(q: Any, k: Any, v: Any, *args: Any, chunk_size: int = 64, return_intermediate_states: bool = False,
               safe_gate: bool = False, disable_recompute: bool = False, **kwargs: Any) -> tuple[Any, ...]:
     """The recurrence again: the chunked form is another way to compute it, not another definition."""
+    if not return_intermediate_states:
+        return fused_recurrent_kda(q, k, v, *args, **kwargs)
     checkpoints: list[list[F64]] = []
     o, final = fused_recurrent_kda(q, k, v, *args, **kwargs, checkpoints=checkpoints)
-    if not return_intermediate_states:
-        return o, final
     HV, V = np.shape(v)[2:]
     n = max((len(seen) for seen in checkpoints), default=0) // chunk_size
     states = np.full((len(checkpoints), n, HV, np.shape(q)[3], V), np.nan)  # NaN: a shorter sequence has none

@@ -95,6 +95,17 @@ def test_update(isa, W, form, wide):
         assert (state.base[:, :, 1::2] == 7).all()
 
 
+@pytest.mark.parametrize(("B", "D", "W"), [(1, 1, 4), (2, 3, 2), (1, 1, 2), (2, 3, 1), (1, 1, 1)])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_update_shifts_a_wide_state_whole(isa, B, D, W, dtype):
+    """W columns hold the last W inputs, also where the W - 1 that are read happen to be contiguous."""
+    state = np.arange(B * D * W, dtype=np.float32).reshape(B, D, W)
+    x = np.full((B, D), 99, dtype)
+    want = np.concatenate([state[:, :, 1:], x[:, :, None].astype(np.float32)], axis=2)
+    kda.causal_conv1d_update(x, state, np.ones((D, W), np.float32), isa=isa)
+    assert same_bits(state, want)
+
+
 def test_update_is_in_place_or_refused(isa):
     x = conv_inputs(7, 2, 1, 8, 4)
     state = x["initial_state"]
@@ -106,11 +117,31 @@ def test_update_is_in_place_or_refused(isa):
             (state.astype(np.float64), TypeError, "state: expected a float32 array"),
             (state.tolist(), TypeError, "state: expected a float32 array"),
             (state[:1], ValueError, r"state: expected \[2, 8, 3\]"),
-            (np.lib.stride_tricks.as_strided(state, (2, 8, 3), (0, 12, 4)), ValueError, "state: is a broadcast view")]:
+            (np.lib.stride_tricks.as_strided(state, (2, 8, 3), (0, 12, 4)), ValueError,
+             "state: is a broadcast or sliding view"),
+            (np.lib.stride_tricks.as_strided(state, (2, 8, 3), (32, 4, 4)), ValueError,
+             "state: is a broadcast or sliding view")]:
         kept = np.array(bad)
         with pytest.raises(error, match=message):
             kda.causal_conv1d_update(state=bad, **arguments)
         assert np.array_equal(np.array(bad), kept)
+
+
+def test_the_state_of_an_update_may_not_hold_its_inputs():
+    state, w = np.ones((2, 8, 4), np.float32), np.ones((8, 4), np.float32)
+    memory = state.reshape(-1)
+    for name, x in [("x", {"x": memory[20:36].reshape(2, 8), "weight": w}),
+                    ("weight", {"x": np.ones((2, 8), np.float32), "weight": memory[32:].reshape(8, 4)}),
+                    ("bias", {"x": np.ones((2, 8), np.float32), "weight": w, "bias": memory[:8]})]:
+        with pytest.raises(ValueError, match=f"state: overlaps {name}; pass a separate array"):
+            kda.causal_conv1d_update(state=state, **x)
+    assert (state == 1).all()
+    # a column of it is no contiguous row: it is copied first, and the numbers are those of the copy
+    want_state, x = state.copy(), np.full((2, 8), 3, np.float32)
+    want = kda.causal_conv1d_update(x, want_state, w)
+    state[:, :, 0] = 3
+    assert same_bits(kda.causal_conv1d_update(state[:, :, 0], state, w), want)
+    assert same_bits(state, want_state)
 
 
 @pytest.mark.parametrize(("change", "error", "message"), [
@@ -118,6 +149,7 @@ def test_update_is_in_place_or_refused(isa):
     ({"x": np.ones((1, 3, 4))}, TypeError, "x: expected float32, float16 or bfloat16, got float64"),
     ({"weight": np.ones((5, 4), np.float32)}, ValueError, r"weight: expected \[4, .*\], got \[5, 4\]"),
     ({"weight": np.ones((4, 9), np.float32)}, ValueError, r"weight: expected \[4, .*\], got \[4, 9\]"),
+    ({"weight": None}, TypeError, "weight: expected float32, .*got object"),
     ({"bias": np.ones(5, np.float32)}, ValueError, r"bias: expected 4 values .*, got \[5\]"),
     ({"activation": "relu"}, ValueError, "activation: .*relu"),
     ({"initial_state": np.ones((1, 4, 2), np.float32)}, ValueError, r"initial_state: expected \[1, 4, 3\]"),
@@ -150,6 +182,7 @@ def test_norm_by_hand(isa):
 @pytest.mark.parametrize(("change", "error", "message"), [
     ({"gate": np.ones((2, 4), np.float32)}, ValueError, r"gate: expected \[2, 3\] \(the shape of x\), got \[2, 4\]"),
     ({"weight": np.ones(4, np.float32)}, ValueError, r"weight: expected 3 values .*, got \[4\]"),
+    ({"weight": None}, TypeError, r"weight: expected float32, .*got object"),
     ({"eps": -1.0}, ValueError, "eps: expected a number >= 0, got -1.0"),
     ({"activation": None}, ValueError, "activation: .*None"),
     ({"x": np.ones((2, 3))}, TypeError, r"x: .*got float64 \[2, 3\]"),

@@ -1,15 +1,32 @@
-"""fla's own recurrent and gate tests, against the float64 reference. The cases and the metric: fla_matrix.py."""
+"""fla's own tests of its kernels, against the float64 reference. The cases and the metric: fla_matrix.py."""
 import functools
 
 import numpy as np
 import pytest
-from fla_matrix import GATE, RECURRENT, RECURRENT_BETA, RECURRENT_GATE, RECURRENT_V_FIRST, Case, passes
+from fla_matrix import (
+    CHUNK,
+    CHUNK_BETA,
+    CHUNK_V_FIRST,
+    CHUNK_VARLEN,
+    CONV,
+    EPILOGUE_TOLERANCE,
+    GATE,
+    NAIVE_CHUNK,
+    RECURRENT,
+    RECURRENT_BETA,
+    RECURRENT_GATE,
+    RECURRENT_V_FIRST,
+    RMSNORM_GATED,
+    Case,
+    passes,
+)
+from helpers import same_bits, widened
 
 import kda
 from kda import reference
 
 
-@functools.cache
+@functools.lru_cache(1)  # the ISAs of one case follow each other
 def wanted(case: Case):
     """(o, final state) of the float64 reference, the same for every ISA."""
     return reference.fused_recurrent_kda(**case.inputs())
@@ -27,6 +44,42 @@ def test_recurrent(case, isa):
     assert state.dtype == np.float32
     assert passes(want_o, o, case.tolerance)
     assert passes(want_state, state, case.tolerance)
+
+
+@pytest.mark.parametrize("case", parameters(NAIVE_CHUNK + CHUNK + CHUNK_V_FIRST + CHUNK_BETA + CHUNK_VARLEN))
+def test_chunk(case, isa):
+    """A tenth of fla's tolerance of what is computed in float32; a 16-bit result is that one, rounded once."""
+    want_o, want_state = wanted(case)
+    x = case.inputs() | {"chunk_size": case.chunk_size, "safe_gate": case.safe, "isa": isa}
+    o, state = kda.chunk_kda(**widened(x))
+    assert passes(want_o, o, case.fla_tolerance / 10)
+    assert passes(want_state, state, case.fla_tolerance / 10)
+    if case.dtype != np.float32:
+        half_o, half_state = kda.chunk_kda(**x)
+        assert same_bits(half_o, o.astype(case.dtype))
+        assert same_bits(half_state, state)
+
+
+@pytest.mark.parametrize(("B", "T", "D", "W", "activation", "bias", "dtype"), CONV)
+def test_conv(isa, B, T, D, W, activation, bias, dtype):
+    rng = np.random.default_rng(42)
+    x = rng.standard_normal((B, T, D)).astype(dtype)
+    parameters = {"weight": rng.standard_normal((D, W)).astype(dtype), "activation": activation,
+                  "bias": rng.standard_normal(D).astype(dtype) if bias else None}
+    y, _ = kda.causal_conv1d(x.astype(np.float32), **parameters, isa=isa)
+    assert passes(reference.causal_conv1d(x, **parameters)[0], y, EPILOGUE_TOLERANCE / 10)
+    if dtype != np.float32:
+        assert same_bits(kda.causal_conv1d(x, **parameters, isa=isa)[0], y.astype(dtype))
+
+
+@pytest.mark.parametrize(("B", "H", "T", "D", "activation"), [
+    pytest.param(*row, marks=[pytest.mark.slow] if row[2] * row[3] > 1e6 else []) for row in RMSNORM_GATED])
+def test_rms_norm_gated(isa, B, H, T, D, activation):
+    rng = np.random.default_rng(42)
+    x, gate = rng.standard_normal((2, B, H, T, D)).astype(np.float32)
+    weight = rng.standard_normal(D).astype(np.float32)
+    y = kda.rms_norm_gated(x, gate, weight, 0, activation, isa=isa)
+    assert passes(reference.rms_norm_gated(x, gate, weight, 0, activation), y, EPILOGUE_TOLERANCE / 10)
 
 
 @pytest.mark.parametrize("case", parameters(GATE))

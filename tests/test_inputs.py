@@ -1,4 +1,7 @@
 """Arrays of every form give the right numbers, or an error with a sentence of its own and nothing written."""
+import re
+
+import ml_dtypes
 import numpy as np
 import pytest
 from helpers import BF16, ISAS, make_inputs, same_bits, widened
@@ -14,7 +17,8 @@ NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 # ---- forms of an array ----
 
 def reversed_axes(x):
-    return np.ascontiguousarray(x[::-1, ..., ::-1])[::-1, ..., ::-1]
+    ends = (slice(None, None, -1),) if x.ndim == 1 else (slice(None, None, -1), ..., slice(None, None, -1))
+    return x[ends].copy()[ends]
 
 
 def misaligned(x):
@@ -177,9 +181,9 @@ LAYOUTS = {"as it is": lambda x: x, "reversed": reversed_axes, "Fortran order": 
 
 @st.composite
 def calls(draw):
-    """Arguments of fused_recurrent_kda, as they may come."""
+    """Arguments of fused_recurrent_kda and chunk_kda, as they may come."""
     size = st.integers(1, 40)
-    B, T, H, repeat = draw(st.integers(0, 3)), draw(st.integers(0, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    B, T, H, repeat = (draw(st.integers(low, high)) for low, high in ((0, 3), (0, 20), (1, 3), (1, 3)))
     K, V, HV = draw(size), draw(size), H * repeat
     cu = None
     if B == 1 and draw(st.booleans()):
@@ -215,10 +219,10 @@ def close(got, want, tolerance):
 
 
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(x=calls(), isa=st.sampled_from(ISAS))
-def test_shapes_strides_and_dtypes(x, isa):
+@given(x=calls(), function=st.sampled_from([kda.fused_recurrent_kda, kda.chunk_kda]), isa=st.sampled_from(ISAS))
+def test_shapes_strides_and_dtypes(x, function, isa):
     before = {n: a.copy() for n, a in x.items() if isinstance(a, np.ndarray)}
-    o, state = kda.fused_recurrent_kda(**x, isa=isa)
+    o, state = function(**x, isa=isa)
     want_o, want_state = reference.fused_recurrent_kda(**widened(x))
     rounding = {2: 2.0**-11 if x["v"].dtype != BF16 else 2.0**-8, 4: 0}[o.itemsize]  # of o into the dtype of v
     assert o.dtype == x["v"].dtype.newbyteorder("=")
@@ -231,6 +235,60 @@ def test_shapes_strides_and_dtypes(x, isa):
         assert same_bits(np.ascontiguousarray(x[n]), np.ascontiguousarray(a))
 
 
+DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BF16]
+
+
+@st.composite
+def laid_out(draw, *shape, dtypes=DTYPES):
+    """(an array in C order, the same in any layout)."""
+    x = np.random.default_rng(draw(st.integers(0, 2**32 - 1))).standard_normal(shape).astype(
+        draw(st.sampled_from(dtypes)))
+    return x, LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](x)
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data(), isa=st.sampled_from(ISAS))
+def test_layouts_of_the_convolution(data, isa):
+    """The bits of C order, and what lies between the elements of the caller's state stays as it was."""
+    B, T, D, W = (data.draw(st.integers(low, high)) for low, high in ((0, 3), (0, 20), (1, 40), (1, 8)))
+    x, odd_x = data.draw(laid_out(B, T, D))
+    w, odd_w = data.draw(laid_out(D, W))
+    bias, odd_bias = data.draw(laid_out(D))
+    past, odd_past = data.draw(laid_out(B, D, W - 1))
+    want, want_state = kda.causal_conv1d(x, w, bias, None, past, True, isa=isa)
+    odd_w = data.draw(st.sampled_from([odd_w, odd_w[:, None]]))
+    y, state = kda.causal_conv1d(odd_x, odd_w, odd_bias, None, odd_past, True, isa=isa)
+    assert same_bits(y, want)
+    assert same_bits(state, want_state)
+
+    state = LAYOUTS[data.draw(st.sampled_from(["as it is", "reversed", "Fortran order", "spaced"]))](
+        past.astype(np.float32))
+    memory = state
+    while memory.base is not None:
+        memory = memory.base
+    elsewhere = np.isnan(memory)
+    for t in range(T):
+        y = kda.causal_conv1d_update(odd_x[:, t], state, odd_w, odd_bias, None, isa=isa)
+        assert close(y.astype(np.float32), want[:, t].astype(np.float32), 1e-6 if x.dtype == np.float32 else 2.0**-8)
+    assert np.array_equal(state, want_state)
+    assert np.array_equal(np.isnan(memory), elsewhere)
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data(), isa=st.sampled_from(ISAS))
+def test_layouts_of_the_gated_norm(data, isa):
+    shape = (*data.draw(st.lists(st.integers(0, 3), max_size=5)), data.draw(st.integers(1, 40)))
+    x, odd_x = data.draw(laid_out(*shape))
+    gate, odd_gate = data.draw(laid_out(*shape))
+    weight, odd_weight = data.draw(laid_out(shape[-1]))
+    activation = data.draw(st.sampled_from(["sigmoid", "silu"]))
+    want = reference.rms_norm_gated(x, gate, weight, activation=activation)
+    y = kda.rms_norm_gated(odd_x, odd_gate, odd_weight, activation=activation, isa=isa)
+    assert y.dtype == x.dtype
+    assert same_bits(y, kda.rms_norm_gated(x, gate, weight, activation=activation, isa=isa))
+    assert close(y.astype(np.float32), want, 1e-6 + {4: 0, 2: 2.0**-11 if x.dtype != BF16 else 2.0**-8}[x.itemsize])
+
+
 # ---- errors ----
 
 def ones(*shape, dtype=np.float32):
@@ -241,6 +299,12 @@ B, T, H, HV, K, V = 2, 3, 2, 4, 8, 6
 CU = {"q": ones(1, 3, 2, 8), "k": ones(1, 3, 2, 8), "v": ones(1, 3, 4, 6), "g": ones(1, 3, 4, 8),
       "beta": ones(1, 3, 4)}
 GATE = {"use_gate_in_kernel": True, "A_log": ones(4)}
+
+# dtypes that no float can be taken from without a guess; a string of variable width has no byte order to ask for
+STRANGE = [np.zeros(3, [("a", np.float32)]), np.zeros(3, "V4"), np.zeros(3, "S4"), np.zeros(3, "M8[s]"),
+           np.zeros(3, ml_dtypes.float8_e4m3fn), np.array(None), "abc"]
+if hasattr(np.dtypes, "StringDType"):
+    STRANGE.append(np.array(["a", "b"], np.dtypes.StringDType()))
 
 BAD = [
     # shapes
@@ -279,7 +343,9 @@ BAD = [
       for dtype in (np.float64, np.int64, np.int32, np.uint16, np.bool_, np.complex64)],
     ({"beta": [[[0.5] * 4] * 3] * 2}, TypeError, "beta: expected float32, float16 or bfloat16, got float64"),
     ({"q": ones(2, 3, 2, 8, dtype=object)}, TypeError, "q: expected float32, float16 or bfloat16, got object"),
-    ({"q": None}, TypeError, "q: expected float32, float16 or bfloat16, got object"),
+    *[({n: None}, TypeError, f"{n}: expected float32, float16 or bfloat16, got object") for n in NAMES[:5]],
+    *[({"q": x}, TypeError, "q: expected float32, float16 or bfloat16, got ") for x in STRANGE],
+    *[({"initial_state": x}, TypeError, "initial_state: expected float32 .*, got ") for x in STRANGE],
     *[({"initial_state": np.ones((2, 4, 8, 6), dtype)}, TypeError,
        rf"initial_state: expected float32 \[2, 4, 8, 6\], got {np.dtype(dtype)} .*; "
        r"convert with initial_state.astype\(np.float32\)")
@@ -292,8 +358,9 @@ BAD = [
     ({**GATE, "A_log": ones(32)}, ValueError, r"A_log: expected 4 values \(HV: one per value head\), got \[32\]"),
     ({**GATE, "dt_bias": ones(4)}, ValueError, r"dt_bias: expected 32 values \(HV \* K, head by head\), got \[4\]"),
     ({**GATE, "dt_bias": ones(16)}, ValueError, r"dt_bias: expected 32 values \(HV \* K, head by head\), got \[16\]"),
-    *[({**GATE, "lower_bound": bound}, ValueError, rf"lower_bound: expected a finite number below 0, got {bound}")
-      for bound in (0.0, 5.0, float("nan"), float("-inf"))],
+    *[({**GATE, "lower_bound": bound}, ValueError,
+       re.escape(f"lower_bound: expected a finite float32 below 0, got {bound}"))
+      for bound in (0.0, 5.0, float("nan"), float("-inf"), -3.5e38)],  # the last is -inf in float32
     # beta
     ({"allow_neg_eigval": True}, ValueError, "allow_neg_eigval: .* needs use_beta_sigmoid_in_kernel=True"),
     # sequences
@@ -307,7 +374,11 @@ BAD = [
         ([0, 5, 3], "cu_seqlens: expected not to decrease, got 5 then 3 at 1"),
         ([[0, 3]], r"cu_seqlens: expected \[N \+ 1\], got \[1, 2\]"),
         (np.zeros(0, np.int64), r"cu_seqlens: expected \[N \+ 1\], got \[0\]"),
-        (np.array([0, 2**64 - 1, 3], np.uint64), "cu_seqlens: expected not to decrease, got 0 then"),
+        # beyond int64, where a conversion wraps, the true number is told
+        (np.array([0, 2**64 - 1, 3], np.uint64),
+         "cu_seqlens: expected not to decrease, got 18446744073709551615 then 3 at 1"),
+        (np.array([0, 2**63], np.uint64), "cu_seqlens: expected to end at T = 3, got 9223372036854775808"),
+        (np.array([2**63, 3], np.uint64), "cu_seqlens: expected to start at 0, got 9223372036854775808"),
     ]],
     ({**CU, "cu_seqlens": [0.0, 3.0]}, TypeError, r"cu_seqlens: expected integers, got float64 \[2\]"),
     ({**CU, "cu_seqlens": np.array([False, True])}, TypeError, r"cu_seqlens: expected integers, got bool \[2\]"),
@@ -392,6 +463,22 @@ def test_outputs_may_not_overlap_inputs(name):
     assert kda.fused_recurrent_kda(**x, out=beside)[0] is beside
 
 
+@pytest.mark.parametrize("call", [kda.fused_recurrent_kda, kda.chunk_kda])
+@pytest.mark.parametrize("name", ["A_log", "dt_bias", "cu_seqlens"])
+def test_outputs_may_not_overlap_parameters(name, call):
+    """They are read again for every head and token: a result written over them would change the next one."""
+    x = CU | GATE | {"A_log": ones(4), "dt_bias": ones(32), "cu_seqlens": np.array([0, 3])}
+    memory = np.zeros(500, np.int64)
+    for output, shape in [("out", (1, 3, 4, 6)), ("state_out", (1, 4, 8, 6))]:
+        own = memory.view(x[name].dtype)[10:10 + x[name].size]
+        own[:] = x[name]
+        before = memory.copy()
+        written = memory.view(np.float32)[:np.prod(shape)].reshape(shape)
+        with pytest.raises(ValueError, match=f"{output}: overlaps {name}; pass a separate array"):
+            call(**x | {name: own, output: written})
+        assert same_bits(memory, before)
+
+
 def test_out_between_the_columns_of_a_projection():
     """Interleaved with an input but sharing no element: taken, and right."""
     x = good()
@@ -439,8 +526,8 @@ def test_state_out_in_the_initial_states_memory_but_another_order(isa):
     ({"g": ones(3, 0), "A_log": ones(3)}, ValueError, r"g: expected \[..., HV, K\], got \[3, 0\]"),
     ({"g": ones(3, 4), "A_log": ones(4)}, ValueError, r"A_log: expected 3 values .*, got \[4\]"),
     ({"g": ones(3, 4), "A_log": ones(3), "dt_bias": ones(3)}, ValueError, r"dt_bias: expected 12 values .*, got \[3\]"),
-    ({"g": ones(3, 4), "lower_bound": 0.0}, ValueError, "lower_bound: expected a finite number below 0, got 0.0"),
-    ({"g": ones(3, 4), "lower_bound": 2}, ValueError, "lower_bound: expected a finite number below 0, got 2"),
+    ({"g": ones(3, 4), "lower_bound": 0.0}, ValueError, "lower_bound: expected a finite float32 below 0, got 0.0"),
+    ({"g": ones(3, 4), "lower_bound": 2}, ValueError, "lower_bound: expected a finite float32 below 0, got 2"),
     ({"g": ones(3, 4, dtype=np.float64), "A_log": ones(3)}, TypeError, r"g: .*got float64 \[3, 4\]; convert with g"),
     ({"g": ones(3, 4, dtype=np.int8), "A_log": ones(3)}, TypeError, r"g: .*got int8 \[3, 4\]; convert with g"),
     ({"g": ones(3, 4), "A_log": ones(3), "isa": "no"}, ValueError, "isa='no': there is no such ISA"),

@@ -50,6 +50,7 @@ _PYTHON_HOST_PLATFORM=linux-aarch64 CC=aarch64-linux-gnu-gcc LDSHARED="aarch64-l
 
 for cpu in $CPUS; do
     echo "== $cpu"
-    PYTHONPATH=$SITE:$TREE PYTHONDONTWRITEBYTECODE=1 qemu-aarch64-static -cpu "$cpu" -L "$ROOT" \
-        "$ROOT/usr/bin/python$version" -m pytest -p no:cacheprovider "$@"
+    python="qemu-aarch64-static -cpu $cpu -L $ROOT $ROOT/usr/bin/python$version"
+    # unquoted: a command and its arguments, by which tests start interpreters too
+    PYTHONPATH=$SITE:$TREE PYTHONDONTWRITEBYTECODE=1 KDA_TEST_PYTHON=$python $python -m pytest -p no:cacheprovider "$@"
 done
