@@ -76,6 +76,26 @@ KDA_INLINE void vsum4(float *y, const f32xw x[4]) {
     _mm_storeu_ps(y, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 }
 
+/* 4 x 4 transposes in both halves: lanes r and r + 4 of the columns come from rows r and r + 4. */
+KDA_INLINE void transpose4(f32xw y[4], const f32xw x[4]) {
+    f32xw a = _mm256_unpacklo_ps(x[0], x[1]), b = _mm256_unpackhi_ps(x[0], x[1]);
+    f32xw c = _mm256_unpacklo_ps(x[2], x[3]), d = _mm256_unpackhi_ps(x[2], x[3]);
+    y[0] = _mm256_shuffle_ps(a, c, 0x44), y[1] = _mm256_shuffle_ps(a, c, 0xee);
+    y[2] = _mm256_shuffle_ps(b, d, 0x44), y[3] = _mm256_shuffle_ps(b, d, 0xee);
+}
+KDA_INLINE void vload4x(f32xw v[4], const float *p, ptrdiff_t s) {
+    f32xw rows[4];
+    UNROLL for (int r = 0; r < 4; r++) rows[r] =
+        _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p + s * r)), _mm_loadu_ps(p + s * (r + 4)), 1);
+    transpose4(v, rows);
+}
+KDA_INLINE void vstore4x(float *p, const f32xw v[4], ptrdiff_t s) {
+    f32xw rows[4];
+    transpose4(rows, v);
+    UNROLL for (int r = 0; r < 4; r++) _mm_storeu_ps(p + s * r, _mm256_castps256_ps128(rows[r]));
+    UNROLL for (int r = 0; r < 4; r++) _mm_storeu_ps(p + s * (r + 4), _mm256_extractf128_ps(rows[r], 1));
+}
+
 KDA_INLINE f32xw vload_f16(const uint16_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
 }

@@ -69,6 +69,32 @@ KDA_INLINE void vsum4(float *y, const f32xw x[4]) {
     _mm_storeu_ps(y, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 }
 
+/* 4 x 4 transposes in the four quarters: lane r of the columns comes from row r. */
+KDA_INLINE void transpose4(f32xw y[4], const f32xw x[4]) {
+    f32xw a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]);
+    f32xw c = _mm512_unpacklo_ps(x[2], x[3]), d = _mm512_unpackhi_ps(x[2], x[3]);
+    y[0] = _mm512_shuffle_ps(a, c, 0x44), y[1] = _mm512_shuffle_ps(a, c, 0xee);
+    y[2] = _mm512_shuffle_ps(b, d, 0x44), y[3] = _mm512_shuffle_ps(b, d, 0xee);
+}
+KDA_INLINE void vload4x(f32xw v[4], const float *p, ptrdiff_t s) {
+    f32xw rows[4];
+    UNROLL for (int r = 0; r < 4; r++) {
+        rows[r] = _mm512_castps128_ps512(_mm_loadu_ps(p + s * r));
+        rows[r] = _mm512_insertf32x4(rows[r], _mm_loadu_ps(p + s * (r + 4)), 1);
+        rows[r] = _mm512_insertf32x4(rows[r], _mm_loadu_ps(p + s * (r + 8)), 2);
+        rows[r] = _mm512_insertf32x4(rows[r], _mm_loadu_ps(p + s * (r + 12)), 3);
+    }
+    transpose4(v, rows);
+}
+KDA_INLINE void vstore4x(float *p, const f32xw v[4], ptrdiff_t s) {
+    f32xw rows[4];
+    transpose4(rows, v);
+    UNROLL for (int r = 0; r < 4; r++) _mm_storeu_ps(p + s * r, _mm512_castps512_ps128(rows[r]));
+    UNROLL for (int r = 0; r < 4; r++) _mm_storeu_ps(p + s * (r + 4), _mm512_extractf32x4_ps(rows[r], 1));
+    UNROLL for (int r = 0; r < 4; r++) _mm_storeu_ps(p + s * (r + 8), _mm512_extractf32x4_ps(rows[r], 2));
+    UNROLL for (int r = 0; r < 4; r++) _mm_storeu_ps(p + s * (r + 12), _mm512_extractf32x4_ps(rows[r], 3));
+}
+
 KDA_INLINE f32xw vload_f16(const uint16_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
 }

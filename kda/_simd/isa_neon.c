@@ -69,6 +69,25 @@ KDA_INLINE void vsum4(float *y, const f32xw x[4]) {
     vst1q_f32(y, vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])));
 }
 
+KDA_INLINE void transpose4(f32xw y[4], const f32xw x[4]) {
+    float64x2_t a = vreinterpretq_f64_f32(vzip1q_f32(x[0], x[1])),
+                b = vreinterpretq_f64_f32(vzip2q_f32(x[0], x[1]));
+    float64x2_t c = vreinterpretq_f64_f32(vzip1q_f32(x[2], x[3])),
+                d = vreinterpretq_f64_f32(vzip2q_f32(x[2], x[3]));
+    y[0] = vreinterpretq_f32_f64(vzip1q_f64(a, c)), y[1] = vreinterpretq_f32_f64(vzip2q_f64(a, c));
+    y[2] = vreinterpretq_f32_f64(vzip1q_f64(b, d)), y[3] = vreinterpretq_f32_f64(vzip2q_f64(b, d));
+}
+KDA_INLINE void vload4x(f32xw v[4], const float *p, ptrdiff_t s) {
+    f32xw rows[4];
+    UNROLL for (int r = 0; r < 4; r++) rows[r] = vld1q_f32(p + s * r);
+    transpose4(v, rows);
+}
+KDA_INLINE void vstore4x(float *p, const f32xw v[4], ptrdiff_t s) {
+    f32xw rows[4];
+    transpose4(rows, v);
+    UNROLL for (int r = 0; r < 4; r++) vst1q_f32(p + s * r, rows[r]);
+}
+
 /* float16 through its own instructions, on the bits: no compiler's half type is needed. */
 KDA_INLINE f32xw vload_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 KDA_INLINE void vstore_f16(uint16_t *p, f32xw x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
