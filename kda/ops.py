@@ -403,10 +403,7 @@ def _delta(
                 K**-0.5 if scale is None else scale, lower_bound or 0.0, 1e-6 if use_qk_l2norm_in_kernel else -1.0,
                 flags, chunk_size is not None, states, chunk_size or 0)
 
-    if out is not None:
-        o = out
-    elif o.dtype == _U16:
-        o = o.view(_BF16)
+    o = _returned(out, o)
     if state_v_first and states is not None:
         states = np.ascontiguousarray(np.swapaxes(states, 3, 4))
     if state_out is not None:
@@ -423,7 +420,10 @@ def _head_contiguous(state: Array) -> bool:
             and (K == 1 or state.strides[2] == 4 * V))
 
 
-def _same_memory(a: Array, b: Array) -> bool:
+def _same_memory(a: Any, b: Array) -> bool:
+    """Whether a and b are the same elements in the same places."""
+    if a is None or a.shape != b.shape or a.itemsize != b.itemsize:
+        return False
     return a.ctypes.data == b.ctypes.data and all(
         s == t for s, t, n in zip(a.strides, b.strides, a.shape, strict=True) if n > 1)
 
@@ -542,6 +542,20 @@ def fused_kda_layer(
 
 # ---- epilogues ----
 
+def _result(name: str, out: Any, x: Array, inputs: dict[str, Any]) -> Array:
+    """Where a result shaped as x goes: the caller's `out`, checked, or a new array; as the core takes it."""
+    if out is None:
+        return np.empty(x.shape, x.dtype)
+    return _output(name, out, x.shape, _BF16 if x.dtype == _U16 else x.dtype, inputs)
+
+
+def _returned(out: Any, y: Array) -> Any:
+    """`out` itself where it was given; bfloat16 under its own name."""
+    if out is not None:
+        return out
+    return y.view(_BF16) if y.dtype == _U16 else y
+
+
 _ACTIVATIONS = {None: _core.IDENTITY, "sigmoid": _core.SIGMOID, "silu": _core.SILU, "swish": _core.SILU}
 
 
@@ -571,6 +585,7 @@ def causal_conv1d(
     output_final_state: bool = False,
     cu_seqlens: Array | Sequence[int] | None = None,
     *,
+    out: Array | None = None,
     isa: str | None = None,
 ) -> tuple[Array, NDArray[np.float32] | None]:
     """Depthwise causal convolution: y_t = activation(bias + sum over w of weight[:, w] * x_{t - W + 1 + w}).
@@ -586,6 +601,7 @@ def causal_conv1d(
         never changed. [N, D, W] is taken too; its first column is not read. Default zeros.
     output_final_state : return the state after the last token.
     cu_seqlens : [N + 1] integers: N sequences packed along T of one batch row, each with its own history.
+    out : [B, T, D] of x's dtype, channels contiguous, receives y; not x itself, whose rows are still history.
     isa : one of kda.isas().
 
     Returns
@@ -618,10 +634,10 @@ def causal_conv1d(
         initial_state = initial_state[:, :, initial_state.shape[2] - (W - 1):]
         if initial_state.dtype is not _F32 or not initial_state.flags.aligned:
             initial_state = _packed(initial_state, _F32)
-    y = np.empty(x.shape, x.dtype)
+    y = _result("out", out, x, {"x": x, "weight": w, "bias": bias, "initial_state": initial_state})
     final = np.empty((N, D, W - 1), np.float32) if output_final_state else None
     _core.conv(row, y, final, x, initial_state, np.ascontiguousarray(w.T).reshape(-1), bias, cu_seqlens, act)
-    return (y.view(_BF16) if y.dtype == _U16 else y), final
+    return _returned(out, y), final
 
 
 def causal_conv1d_update(
@@ -631,6 +647,7 @@ def causal_conv1d_update(
     bias: Array | None = None,
     activation: str | None = "silu",
     *,
+    out: Array | None = None,
     isa: str | None = None,
 ) -> Array:
     """One token of causal_conv1d per batch row; `state` moves on in place.
@@ -640,7 +657,7 @@ def causal_conv1d_update(
     x : [B, D] float32, float16 or bfloat16.
     state : [B, D, W - 1] float32, writable, the last raw inputs, oldest first; updated in place in any strides.
         [B, D, W] is taken too, and shifts whole.
-    weight, bias, activation, isa : as causal_conv1d.
+    weight, bias, activation, isa : as causal_conv1d. out : [B, D] of x's dtype, receives y.
 
     Returns
     -------
@@ -689,7 +706,7 @@ def causal_conv1d_update(
                    None, act)
     if oldest is not None:
         state[:, :, 0] = oldest
-    return y.view(_BF16) if y.dtype == _U16 else y
+    return _returned(out, y)
 
 
 def rms_norm_gated(
@@ -699,6 +716,7 @@ def rms_norm_gated(
     eps: float = 1e-5,
     activation: str = "sigmoid",
     *,
+    out: Array | None = None,
     isa: str | None = None,
 ) -> Array:
     """x / sqrt(mean(x * x) + eps) * weight * activation(gate) over the last axis: norm before gate.
@@ -708,6 +726,7 @@ def rms_norm_gated(
     x, gate : [..., V] of one shape, float32, float16 or bfloat16; a slice of a fused projection is not copied.
     weight : [V], shared by the leading axes. eps : >= 0, on the mean of squares.
     activation : "sigmoid" or "silu" ("swish"). isa : one of kda.isas().
+    out : [..., V] of x's dtype, last axis contiguous, receives the result; it may be x or gate itself.
 
     Returns
     -------
@@ -727,10 +746,11 @@ def rms_norm_gated(
         raise ValueError(f"eps: expected a number >= 0, got {eps}")
     act = _activation(activation, ("sigmoid", "silu", "swish"))
     w = _floats("weight", np.asarray(weight), x.shape[-1], "V: one per channel")  # None: an error, like any object
-    y = np.empty(x.shape, x.dtype)
+    y = _result("out", out, x, {name: a for name, a in (("x", x), ("gate", gate), ("weight", w))
+                                if out is None or not _same_memory(a, out)})
     if y.size:
         _core.norm_gated(row, _four(y), _four(x), _four(gate), w, eps, act)
-    return y.view(_BF16) if y.dtype == _U16 else y
+    return _returned(out, y)
 
 
 def _four(x: Array) -> Array:

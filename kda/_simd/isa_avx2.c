@@ -89,11 +89,15 @@ KDA_INLINE void vload4x(f32xw v[4], const float *p, ptrdiff_t s) {
         _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p + s * r)), _mm_loadu_ps(p + s * (r + 4)), 1);
     transpose4(v, rows);
 }
-KDA_INLINE void vstore4x(float *p, const f32xw v[4], ptrdiff_t s) {
-    f32xw rows[4];
-    transpose4(rows, v);
-    UNROLL for (int r = 0; r < 4; r++) _mm_storeu_ps(p + s * r, _mm256_castps256_ps128(rows[r]));
-    UNROLL for (int r = 0; r < 4; r++) _mm_storeu_ps(p + s * (r + 4), _mm256_extractf128_ps(rows[r], 1));
+/* Rows but the last as 4 floats, each over the end of the one before; the last as 2 and 1. */
+KDA_INLINE void vstore3x(float *p, const f32xw v[3]) {
+    f32xw columns[4] = {v[0], v[1], v[2], v[2]}, rows[4];
+    transpose4(rows, columns);
+    UNROLL for (int r = 0; r < 4; r++) _mm_storeu_ps(p + 3 * r, _mm256_castps256_ps128(rows[r]));
+    UNROLL for (int r = 0; r < 3; r++) _mm_storeu_ps(p + 3 * (r + 4), _mm256_extractf128_ps(rows[r], 1));
+    __m128 last = _mm256_extractf128_ps(rows[3], 1);
+    _mm_storel_pi((__m64 *)(void *)(p + 21), last);
+    _mm_store_ss(p + 23, _mm_movehl_ps(last, last));
 }
 
 KDA_INLINE f32xw vload_f16(const uint16_t *p) {

@@ -86,13 +86,17 @@ KDA_INLINE void vload4x(f32xw v[4], const float *p, ptrdiff_t s) {
     }
     transpose4(v, rows);
 }
-KDA_INLINE void vstore4x(float *p, const f32xw v[4], ptrdiff_t s) {
-    f32xw rows[4];
-    transpose4(rows, v);
-    UNROLL for (int r = 0; r < 4; r++) _mm_storeu_ps(p + s * r, _mm512_castps512_ps128(rows[r]));
-    UNROLL for (int r = 0; r < 4; r++) _mm_storeu_ps(p + s * (r + 4), _mm512_extractf32x4_ps(rows[r], 1));
-    UNROLL for (int r = 0; r < 4; r++) _mm_storeu_ps(p + s * (r + 8), _mm512_extractf32x4_ps(rows[r], 2));
-    UNROLL for (int r = 0; r < 4; r++) _mm_storeu_ps(p + s * (r + 12), _mm512_extractf32x4_ps(rows[r], 3));
+/* Rows but the last as 4 floats, each over the end of the one before; the last as 2 and 1. */
+KDA_INLINE void vstore3x(float *p, const f32xw v[3]) {
+    f32xw columns[4] = {v[0], v[1], v[2], v[2]}, rows[4];
+    transpose4(rows, columns);
+    UNROLL for (int r = 0; r < 4; r++) _mm_storeu_ps(p + 3 * r, _mm512_castps512_ps128(rows[r]));
+    UNROLL for (int r = 0; r < 4; r++) _mm_storeu_ps(p + 3 * (r + 4), _mm512_extractf32x4_ps(rows[r], 1));
+    UNROLL for (int r = 0; r < 4; r++) _mm_storeu_ps(p + 3 * (r + 8), _mm512_extractf32x4_ps(rows[r], 2));
+    UNROLL for (int r = 0; r < 3; r++) _mm_storeu_ps(p + 3 * (r + 12), _mm512_extractf32x4_ps(rows[r], 3));
+    __m128 last = _mm512_extractf32x4_ps(rows[3], 3);
+    _mm_storel_pi((__m64 *)(void *)(p + 45), last);
+    _mm_store_ss(p + 47, _mm_movehl_ps(last, last));
 }
 
 KDA_INLINE f32xw vload_f16(const uint16_t *p) {

@@ -82,10 +82,9 @@ KDA_INLINE void vload4x(f32xw v[4], const float *p, ptrdiff_t s) {
     UNROLL for (int r = 0; r < 4; r++) rows[r] = vld1q_f32(p + s * r);
     transpose4(v, rows);
 }
-KDA_INLINE void vstore4x(float *p, const f32xw v[4], ptrdiff_t s) {
-    f32xw rows[4];
-    transpose4(rows, v);
-    UNROLL for (int r = 0; r < 4; r++) vst1q_f32(p + s * r, rows[r]);
+KDA_INLINE void vstore3x(float *p, const f32xw v[3]) {
+    float32x4x3_t columns = {{v[0], v[1], v[2]}};
+    vst3q_f32(p, columns);
 }
 
 /* float16 through its own instructions, on the bits: no compiler's half type is needed. */

@@ -17,7 +17,7 @@
  *   vsum4(y, x)            y[0..3] = the sums of the lanes of x[0..3], each in the same fixed order
  *   vload_f16(p) vload_bf16(p) vstore_f16(p, x) vstore_bf16(p, x)     W halves
  *   vload4x(v, p, s)       v[i] lane r = p[s * r + i], i < 4: W rows of 4 floats, `s` apart, as columns
- *   vstore4x(p, v, s)      the way back, row by row in order (rows may overlap, s < 4)
+ *   vstore3x(p, v)         the way back from v[0..2] to W rows of 3 floats, and not a byte more
  *   vround_bf16(x)         x rounded to bfloat16, as floats
  *   vkeep(x)               x, held in a register: the compiler may not load it again for its next use
  *   vprefetch(p)           ask for the line at p; any address will do
