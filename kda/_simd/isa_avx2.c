@@ -49,6 +49,7 @@ KDA_INLINE f32xw vmul(f32xw a, f32xw b) { return _mm256_mul_ps(a, b); }
 KDA_INLINE f32xw vdiv(f32xw a, f32xw b) { return _mm256_div_ps(a, b); }
 KDA_INLINE f32xw vsqrt(f32xw a) { return _mm256_sqrt_ps(a); }
 KDA_INLINE f32xw vabs(f32xw a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+KDA_INLINE f32xw vnegabs(f32xw a) { return _mm256_or_ps(_mm256_set1_ps(-0.0f), a); }
 KDA_INLINE f32xw vfma(f32xw a, f32xw b, f32xw c) { return _mm256_fmadd_ps(a, b, c); }
 KDA_INLINE f32xw vfnma(f32xw a, f32xw b, f32xw c) { return _mm256_fnmadd_ps(a, b, c); }
 KDA_INLINE f32xw vmin(f32xw a, f32xw b) { return _mm256_min_ps(a, b); } /* x86 returns b on NaN */
@@ -64,6 +65,11 @@ KDA_INLINE f32xw vscale2(f32xw x, f32xw n) {
     __m256i e1 = _mm256_slli_epi32(_mm256_add_epi32(half, one), 23);
     __m256i e2 = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(n_i32, half), one), 23);
     return _mm256_mul_ps(_mm256_mul_ps(x, _mm256_castsi256_ps(e1)), _mm256_castsi256_ps(e2));
+}
+
+KDA_INLINE f32xw vscale2_normal(f32xw x, f32xw n) {
+    __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), exponent));
 }
 
 KDA_INLINE float vsum(f32xw x) {

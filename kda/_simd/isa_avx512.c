@@ -44,6 +44,7 @@ KDA_INLINE f32xw vmul(f32xw a, f32xw b) { return _mm512_mul_ps(a, b); }
 KDA_INLINE f32xw vdiv(f32xw a, f32xw b) { return _mm512_div_ps(a, b); }
 KDA_INLINE f32xw vsqrt(f32xw a) { return _mm512_sqrt_ps(a); }
 KDA_INLINE f32xw vabs(f32xw a) { return _mm512_abs_ps(a); }
+KDA_INLINE f32xw vnegabs(f32xw a) { return _mm512_or_ps(_mm512_set1_ps(-0.0f), a); }
 KDA_INLINE f32xw vfma(f32xw a, f32xw b, f32xw c) { return _mm512_fmadd_ps(a, b, c); }
 KDA_INLINE f32xw vfnma(f32xw a, f32xw b, f32xw c) { return _mm512_fnmadd_ps(a, b, c); }
 KDA_INLINE f32xw vmin(f32xw a, f32xw b) { return _mm512_min_ps(a, b); } /* x86 returns b on NaN */
@@ -53,6 +54,8 @@ KDA_INLINE f32xw vlt0(f32xw a, f32xw b, f32xw x, f32xw y) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
 }
 KDA_INLINE f32xw vscale2(f32xw x, f32xw n) { return _mm512_scalef_ps(x, n); }
+
+KDA_INLINE f32xw vscale2_normal(f32xw x, f32xw n) { return _mm512_scalef_ps(x, n); }
 
 KDA_INLINE float vsum(f32xw x) {
     __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));

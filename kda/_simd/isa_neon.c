@@ -49,6 +49,7 @@ KDA_INLINE f32xw vmul(f32xw a, f32xw b) { return vmulq_f32(a, b); }
 KDA_INLINE f32xw vdiv(f32xw a, f32xw b) { return vdivq_f32(a, b); }
 KDA_INLINE f32xw vsqrt(f32xw a) { return vsqrtq_f32(a); }
 KDA_INLINE f32xw vabs(f32xw a) { return vabsq_f32(a); }
+KDA_INLINE f32xw vnegabs(f32xw a) { return vnegq_f32(vabsq_f32(a)); }
 KDA_INLINE f32xw vfma(f32xw a, f32xw b, f32xw c) { return vfmaq_f32(c, a, b); }
 KDA_INLINE f32xw vfnma(f32xw a, f32xw b, f32xw c) { return vfmsq_f32(c, a, b); }
 KDA_INLINE f32xw vmin(f32xw a, f32xw b) { return vminq_f32(a, b); } /* NaN wins on Arm */
@@ -62,6 +63,11 @@ KDA_INLINE f32xw vscale2(f32xw x, f32xw n) {
     int32x4_t e1 = vshlq_n_s32(vaddq_s32(half, one), 23);
     int32x4_t e2 = vshlq_n_s32(vaddq_s32(vsubq_s32(n_i32, half), one), 23);
     return vmulq_f32(vmulq_f32(x, vreinterpretq_f32_s32(e1)), vreinterpretq_f32_s32(e2));
+}
+
+KDA_INLINE f32xw vscale2_normal(f32xw x, f32xw n) {
+    int32x4_t exponent = vshlq_n_s32(vcvtq_s32_f32(n), 23);
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x), exponent));
 }
 
 KDA_INLINE float vsum(f32xw x) { return vaddvq_f32(x); }

@@ -12,6 +12,8 @@
  *   vmin(a, b) vmax(a, b)  where b is NaN the result is NaN
  *   vround(x)              nearest integer, ties to even
  *   vscale2(x, n)          x * 2^n; n holds integers in [-150, 128]; overflow and underflow as ldexp
+ *   vscale2_normal(x, n)   the same where x and the result are normal numbers
+ *   vnegabs(x)             -|x|
  *   vlt0(a, b, x, y)       a < b ? x : y
  *   vsum(x)                the sum of the lanes, in one fixed order
  *   vsum4(y, x)            y[0..3] = the sums of the lanes of x[0..3], each in the same fixed order
