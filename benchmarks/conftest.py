@@ -1,6 +1,6 @@
 """What every benchmark shares: ISAs, threads, ceilings taken in turn with the thing measured, and a summary.
 
-    pytest benchmarks                          everything, some four minutes
+    pytest benchmarks                          everything, some two minutes
     pytest benchmarks --benchmark-disable      each once, with its checks of the results: some 20 seconds
     pytest benchmarks --targets                and fail where a speed target is missed
 

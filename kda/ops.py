@@ -695,7 +695,7 @@ def causal_conv1d_update(
     for name, other in (("x", x), ("weight", w), ("bias", bias)):
         if other is not None and np.may_share_memory(state, other) and np.shares_memory(state, other):
             raise ValueError(f"state: overlaps {name}; pass a separate array")
-    y = np.empty(x.shape, x.dtype)
+    y = _result("out", out, x, {"x": x, "weight": w, "bias": bias, "state": state})
     oldest = None
     if wide:
         oldest = state[:, :, 1].copy() if W > 1 else x.view(_BF16) if x.dtype == _U16 else x

@@ -191,3 +191,38 @@ def test_bad_norm_input(change, error, message):
     x = {"x": np.ones((2, 3), np.float32), "gate": np.ones((2, 3), np.float32), "weight": np.ones(3, np.float32)}
     with pytest.raises(error, match=message):
         kda.rms_norm_gated(**x | change)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+def test_results_go_into_the_callers_array(isa, dtype, contiguous):
+    """out=: the bits of the result, in any strides between rows, and that array is returned."""
+    a = conv_inputs(5, 2, 7, 33, 4)
+    x, gate = a["x"].astype(dtype), a["x"][:, ::-1].astype(dtype)
+
+    def calls():
+        # a state in other strides goes another way through the update
+        state = a["initial_state"].copy() if contiguous else np.asfortranarray(a["initial_state"])
+        return [
+            (x.shape, lambda **out: kda.causal_conv1d(x, a["weight"], isa=isa, **out)[0]),
+            (x[:, 0].shape, lambda **out: kda.causal_conv1d_update(x[:, 0], state, a["weight"], isa=isa, **out)),
+            (x.shape, lambda **out: kda.rms_norm_gated(x, gate, a["bias"], isa=isa, **out)),
+        ]
+
+    for (shape, plain), (_, into) in zip(calls(), calls(), strict=True):
+        room = np.full((*shape[:-1], shape[-1] + 3), 77, dtype)
+        out = np.full(shape, 77, dtype) if contiguous else room[..., :-3]
+        assert into(out=out) is out
+        assert same_bits(out.copy(), plain())
+        assert (room[..., -3:] == 77).all()
+
+
+def test_an_update_into_what_it_reads_is_refused(isa):
+    a = conv_inputs(6, 2, 1, 9, 4)
+    x, state = a["x"][:, 0], a["initial_state"]
+    before = state.copy()
+    with pytest.raises(ValueError, match="out: overlaps x"):
+        kda.causal_conv1d_update(x, state, a["weight"], isa=isa, out=x)
+    with pytest.raises(ValueError, match="out: overlaps state"):
+        kda.causal_conv1d_update(x, state, a["weight"], isa=isa, out=state.reshape(2, 27)[:, :9])
+    assert np.array_equal(state, before)

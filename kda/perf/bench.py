@@ -222,7 +222,7 @@ def machine(isa: str | None) -> dict[str, Any]:
     }
 
 
-SECONDS = {"decode": 1.0, "prefill": 0.6, "layer": 0.6, "epilogue": 0.4}  # about, for each row
+SECONDS = {"decode": 0.8, "prefill": 0.5, "layer": 0.5, "epilogue": 0.4}  # about, for each row
 
 
 def run(quick: bool = False, isa: str | None = None, progress: Callable[[int, int, str], None] | None = None,

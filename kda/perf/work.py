@@ -196,15 +196,16 @@ class Conv(Work):
         self.name, self.tokens, self.isa = f"short convolution, {D:,} channels, {of_tokens(T)}", T, isa
         self.x, self.weight, self.state = rng.tokens(T, D), rng.normal(D, width), rng.normal(1, D, width - 1)
         self.parallel = T > 1
+        self.result = np.empty_like(self.x)
         # x, weight and state are read, y and state written
         self.nbytes = 2 * self.x.nbytes + self.weight.nbytes + 2 * self.state.nbytes
 
     def run(self) -> None:
         if self.tokens == 1:
-            self.result = kda.causal_conv1d_update(self.x[:, 0], self.state, self.weight, isa=self.isa)
+            kda.causal_conv1d_update(self.x[:, 0], self.state, self.weight, out=self.result[:, 0], isa=self.isa)
         else:
-            self.result, final = kda.causal_conv1d(self.x, self.weight, initial_state=self.state,
-                                                   output_final_state=True, isa=self.isa)
+            _, final = kda.causal_conv1d(self.x, self.weight, initial_state=self.state, output_final_state=True,
+                                         out=self.result, isa=self.isa)
             assert final is not None
             self.state = final
 
@@ -218,7 +219,8 @@ class Norm(Work):
         rng = Random()
         self.name, self.tokens, self.isa = f"gated norm, {heads} heads of {V}, {of_tokens(T)}", T, isa
         self.x, self.gate, self.weight = rng.tokens(T, heads, V), rng.tokens(T, heads, V), rng.normal(V)
+        self.result = np.empty_like(self.x)
         self.nbytes = 4 * 3 * math.prod(self.x.shape)  # x and gate are read, y is written
 
     def run(self) -> None:
-        self.result = kda.rms_norm_gated(self.x, self.gate, self.weight, isa=self.isa)
+        kda.rms_norm_gated(self.x, self.gate, self.weight, out=self.result, isa=self.isa)
