@@ -4,7 +4,7 @@ import pytest
 from helpers import BF16, relative_error, same_bits
 
 import kda
-from kda import reference
+from kda import _core, reference
 
 
 def conv_inputs(seed, B, T, D, W, N=None):
@@ -177,6 +177,12 @@ def test_norm_by_hand(isa):
     """x = (3, 4): the mean of squares is 12.5; norm first, then weight 2 and sigmoid(0) = 1/2."""
     y = kda.rms_norm_gated(np.array([3, 4], np.float32), np.zeros(2, np.float32), np.full(2, 2, np.float32), 0, isa=isa)
     assert np.abs(y - np.array([3, 4]) / 12.5**0.5).max() <= 1e-7
+
+
+def test_the_core_refuses_a_norm_without_weight(isa):
+    x = np.ones((1, 1, 2, 3), np.float32)
+    with pytest.raises(TypeError):
+        _core.norm_gated(list(kda.isas()).index(isa), np.empty_like(x), x, x, None, 1e-5, _core.SIGMOID)
 
 
 @pytest.mark.parametrize(("change", "error", "message"), [
