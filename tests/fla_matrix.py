@@ -2,7 +2,7 @@
 
 The shapes, flags and tolerances are fla 0.6.0's (its tests of kda, of the short convolution and of the gated norm);
 inputs are drawn from the same distributions by numpy, not the same numbers. q and k are normalised beforehand where
-the kernel does not. fla's flag that keeps intermediates for the backward pass has no counterpart here.
+the kernel does not. fla's flag that keeps intermediates for its backward pass is left out.
 """
 from dataclasses import dataclass, replace
 
