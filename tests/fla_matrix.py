@@ -71,8 +71,8 @@ class Case:
 
     @property
     def slow(self):
-        """Whether the float64 reference walks more than 30 million state elements."""
-        return self.group != "gate" and self.B * self.T * self.HV * self.D**2 > 30e6
+        """Whether the float64 reference walks more than 10 million state elements."""
+        return self.group != "gate" and self.B * self.T * self.HV * self.D**2 > 10e6
 
     def inputs(self):
         """The keyword arguments of fused_recurrent_kda; chunk_kda takes chunk_size too."""
