@@ -634,7 +634,8 @@ def causal_conv1d(
         initial_state = initial_state[:, :, initial_state.shape[2] - (W - 1):]
         if initial_state.dtype is not _F32 or not initial_state.flags.aligned:
             initial_state = _packed(initial_state, _F32)
-    y = _result("out", out, x, {"x": x, "weight": w, "bias": bias, "initial_state": initial_state})
+    y = _result("out", out, x, {"x": x, "weight": w, "bias": bias, "initial_state": initial_state,
+                                 "cu_seqlens": cu_seqlens})
     final = np.empty((N, D, W - 1), np.float32) if output_final_state else None
     _core.conv(row, y, final, x, initial_state, np.ascontiguousarray(w.T).reshape(-1), bias, cu_seqlens, act)
     return _returned(out, y), final
@@ -666,8 +667,8 @@ def causal_conv1d_update(
     Raises
     ------
     TypeError for float64 or integer arrays, or a state that is not a float32 array; ValueError for shapes that do
-    not fit or a state that cannot be updated in place (read-only, overlapping itself or x). The state is unchanged
-    then.
+    not fit or a state that cannot be updated in place (read-only, overlapping itself or an input). The state is
+    unchanged then.
     """
     row = isa_index(isa)
     x = _input("x", x)
@@ -695,14 +696,14 @@ def causal_conv1d_update(
     for name, other in (("x", x), ("weight", w), ("bias", bias)):
         if other is not None and np.may_share_memory(state, other) and np.shares_memory(state, other):
             raise ValueError(f"state: overlaps {name}; pass a separate array")
-    y = _result("out", out, x, {"x": x, "weight": w, "bias": bias, "state": state})
+    y = _result("out", out, x, {"x": x, "state": state, "weight": w, "bias": bias})
     oldest = None
     if wide:
         oldest = state[:, :, 1].copy() if W > 1 else x.view(_BF16) if x.dtype == _U16 else x
     if past.flags.c_contiguous:
         _core.conv_step(row, y, past, x, w.reshape(-1), bias, act)
     else:
-        _core.conv(row, y.reshape(B, 1, D), past, x.reshape(B, 1, D), past, np.ascontiguousarray(w.T).reshape(-1), bias,
+        _core.conv(row, y[:, None], past, x[:, None], past, np.ascontiguousarray(w.T).reshape(-1), bias,
                    None, act)
     if oldest is not None:
         state[:, :, 0] = oldest
@@ -746,8 +747,10 @@ def rms_norm_gated(
         raise ValueError(f"eps: expected a number >= 0, got {eps}")
     act = _activation(activation, ("sigmoid", "silu", "swish"))
     w = _floats("weight", np.asarray(weight), x.shape[-1], "V: one per channel")  # None: an error, like any object
-    y = _result("out", out, x, {name: a for name, a in (("x", x), ("gate", gate), ("weight", w))
-                                if out is None or not _same_memory(a, out)})
+    y = _result("out", out, x, {"weight": w} | {name: a for name, a in (("x", x), ("gate", gate))
+                                                if out is None or not _same_memory(a, out)})
+    if y.ndim > 4 and not y.flags.c_contiguous:
+        raise ValueError("out: expected a C-contiguous array, as for every result of more than four axes")
     if y.size:
         _core.norm_gated(row, _four(y), _four(x), _four(gate), w, eps, act)
     return _returned(out, y)

@@ -4,7 +4,7 @@ import pytest
 from helpers import BF16, relative_error, same_bits
 
 import kda
-from kda import reference
+from kda import _core, reference
 
 
 def conv_inputs(seed, B, T, D, W, N=None):
@@ -177,6 +177,83 @@ def test_norm_by_hand(isa):
     """x = (3, 4): the mean of squares is 12.5; norm first, then weight 2 and sigmoid(0) = 1/2."""
     y = kda.rms_norm_gated(np.array([3, 4], np.float32), np.zeros(2, np.float32), np.full(2, 2, np.float32), 0, isa=isa)
     assert np.abs(y - np.array([3, 4]) / 12.5**0.5).max() <= 1e-7
+
+
+# ---- where results go ----
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+def test_out(isa, dtype):
+    """The caller's array, in any strides of the outer axes, holds the result and is what is returned."""
+    x = conv_inputs(11, 2, 6, 40, 4)
+    x["x"] = x["x"].astype(dtype)
+    want, _ = kda.causal_conv1d(**x, isa=isa)
+    whole = np.full((2, 8, 60), 7, dtype)
+    out = whole[:, 7:1:-1, 9:49]
+    assert kda.causal_conv1d(**x, out=out, isa=isa)[0] is out
+    assert same_bits(out.copy(), want)
+    for order in "CF":  # contiguous states, and others
+        state, own = (np.array(x["initial_state"], order=order) for _ in range(2))
+        step = kda.causal_conv1d_update(x["x"][:, 0], state, x["weight"], isa=isa)
+        row = out[:, 0]
+        assert kda.causal_conv1d_update(x["x"][:, 0], own, x["weight"], out=row, isa=isa) is row
+        assert same_bits(row.copy(), step)
+        assert same_bits(own, state)
+    assert kda.rms_norm_gated(x["x"], want, x["bias"], out=out, isa=isa) is out
+    assert same_bits(out.copy(), kda.rms_norm_gated(x["x"], want, x["bias"], isa=isa))
+    out[...] = 7
+    assert (whole == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+@pytest.mark.parametrize("name", ["x", "gate"])
+def test_a_norm_in_place(isa, name, dtype):
+    x = dict(zip(("x", "gate"), np.random.default_rng(12).standard_normal((2, 3, 5, 33)).astype(dtype), strict=True))
+    weight = np.linspace(-1, 1, 33, dtype=np.float32)
+    want = kda.rms_norm_gated(**x, weight=weight, isa=isa)
+    assert kda.rms_norm_gated(**x, weight=weight, out=x[name], isa=isa) is x[name]
+    assert same_bits(x[name], want)
+
+
+def test_out_that_cannot_be_written_in_place_is_refused():
+    memory = np.ones(4000, np.float32)
+
+    def part(start, *shape):
+        return memory[start:start + int(np.prod(shape))].reshape(shape)
+
+    x, w, b = part(0, 1, 10, 8), part(100, 8, 4), part(140, 8)
+    past, cu = part(150, 1, 8, 3), memory[200:204].view(np.int64)
+    cu[:] = [0, 10]
+    before = memory.copy()
+    conv = {"x": x, "weight": w, "bias": b, "initial_state": past, "cu_seqlens": cu}
+    for name, start in [("x", 40), ("weight", 125), ("bias", 140), ("initial_state", 160), ("cu_seqlens", 203)]:
+        with pytest.raises(ValueError, match=f"out: overlaps {name}; pass a separate array"):
+            kda.causal_conv1d(**conv, out=part(start, 1, 10, 8))
+    step = {"x": x[0], "state": part(300, 10, 8, 3), "weight": w, "bias": b}
+    for name, start in [("x", 0), ("weight", 125), ("bias", 140), ("state", 530)]:
+        with pytest.raises(ValueError, match=f"out: overlaps {name}; pass a separate array"):
+            kda.causal_conv1d_update(**step, out=part(start, 10, 8))
+    norm = {"x": x, "gate": part(600, 1, 10, 8), "weight": b}
+    for name, start in [("x", 8), ("gate", 599), ("weight", 147)]:
+        with pytest.raises(ValueError, match=f"out: overlaps {name}; pass a separate array"):
+            kda.rms_norm_gated(**norm, out=part(start, 1, 10, 8))
+    with pytest.raises(ValueError, match="out: overlaps weight"):
+        kda.rms_norm_gated(b, part(600, 8), b, out=b)
+    five = part(1000, 1, 2, 3, 2, 8)
+    with pytest.raises(ValueError, match="out: expected a C-contiguous array"):
+        kda.rms_norm_gated(five, five, b, out=part(2000, 2, 2, 3, 4, 8)[:1, :, :, ::2])
+    for call in (lambda out: kda.causal_conv1d(x, w, out=out), lambda out: kda.rms_norm_gated(x, x, b, out=out)):
+        for out, message in [(memory[:80].reshape(1, 8, 10).swapaxes(1, 2), "out: axis 2 has a stride of 40 bytes"),
+                             (np.ones((1, 10, 8), np.float16), "out: expected float32 .*, got float16"),
+                             (np.broadcast_to(np.float32(1), (1, 10, 8)), "out: is read-only")]:
+            with pytest.raises(ValueError, match=message):
+                call(out)
+    assert same_bits(memory, before)
+
+
+def test_the_core_refuses_a_norm_without_weight(isa):
+    x = np.ones((1, 1, 2, 3), np.float32)
+    with pytest.raises(TypeError):
+        _core.norm_gated(list(kda.isas()).index(isa), np.empty_like(x), x, x, None, 1e-5, _core.SIGMOID)
 
 
 @pytest.mark.parametrize(("change", "error", "message"), [

@@ -256,6 +256,8 @@ def test_chunk_size_changes_nothing_else(isa):
     want, _ = kda.chunk_kda(**x, isa=isa)
     for chunk_size in (1, 32, 128, np.int8(3), 10**30):
         assert same_bits(kda.chunk_kda(**x, chunk_size=chunk_size, isa=isa)[0], want)
+    for option in ("safe_gate", "disable_recompute"):  # accepted, and without effect
+        assert same_bits(kda.chunk_kda(**x, **{option: True}, isa=isa)[0], want)
 
 
 def test_in_place_and_out(isa):

@@ -3,7 +3,7 @@ cut does not show, packed sequences do not see each other, and bits do not depen
 from itertools import pairwise
 
 import numpy as np
-from helpers import BF16, ISAS, make_inputs, relative_error, same_bits
+from helpers import BF16, ISAS, make_inputs, same_bits
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +14,7 @@ FUNCTIONS = [kda.fused_recurrent_kda, kda.chunk_kda]
 TOKENS = ("q", "k", "v", "g", "beta")  # what has one row per token
 isas = st.sampled_from(ISAS)
 functions = st.sampled_from(FUNCTIONS)
-search = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+search = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
@@ -43,9 +43,10 @@ def cut(x, start, end, state):
     return {n: a[:, start:end] if n in TOKENS else a for n, a in x.items()} | {"initial_state": state}
 
 
-def close(got, want):
-    """Within 2e-6 of the largest value, or of 1: where everything has been forgotten nothing large is left."""
-    return got.shape == want.shape and np.all(np.abs(got - want) <= 2e-6 * max(1, np.max(np.abs(want), initial=0)))
+def close(got, want, tolerance=2e-6):
+    """Within `tolerance` of the largest value, or of 1: what has been forgotten, or has cancelled, is not large."""
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    return got.shape == want.shape and np.all(np.abs(got - want) <= tolerance * max(1, np.max(np.abs(want), initial=0)))
 
 
 @search
@@ -164,7 +165,7 @@ def test_convolution(x, isa):
 @search
 @given(x=convolutions(), data=st.data(), isa=isas)
 def test_decoding_goes_on_where_a_convolution_ended(x, data, isa):
-    """Prefill of any number of tokens, 0 to 3 among them, then one by one: one pass, to the rounding of its dtype."""
+    """Prefill of any number of tokens, 0 to 3 among them, then one by one: the numbers of one pass."""
     x["cu_seqlens"] = None
     B, T, D = x["x"].shape
     W, dtype = x["weight"].shape[1], x["x"].dtype
@@ -180,8 +181,8 @@ def test_decoding_goes_on_where_a_convolution_ended(x, data, isa):
         state = np.asfortranarray(state)
     for t in range(done, T):
         y = kda.causal_conv1d_update(x["x"][:, t], state, x["weight"], x["bias"], x["activation"], isa=isa)
-        unit = {2: 2.0**-8 if dtype == BF16 else 2.0**-11, 4: 1e-6}[dtype.itemsize]
-        assert relative_error(y, want[:, t]) <= unit
+        ulp = {2: 2.0**-7 if dtype == BF16 else 2.0**-10, 4: 1e-6}[dtype.itemsize]  # of a sum in another order
+        assert close(y, want[:, t], ulp)
     assert np.array_equal(state[:, :, state.shape[2] - (W - 1):], want_state)
 
 

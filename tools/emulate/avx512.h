@@ -89,6 +89,39 @@ static inline __m256i kda_cvtepi32_16(__m512i x) {
     return _mm256_loadu_si256((const __m256i *)(const void *)h);
 }
 
+static inline __m512 kda_cvtepi32_ps(__m512i x) {
+    int32_t n[16];
+    float y[16];
+    _mm512_storeu_si512(n, x);
+    for (int i = 0; i < 16; i++) y[i] = (float)n[i];
+    return _mm512_loadu_ps(y);
+}
+
+/* To nearest, ties to even; what no int holds becomes the least one. */
+static inline __m512i kda_cvtps_epi32(__m512 x) {
+    float y[16];
+    int32_t n[16];
+    _mm512_storeu_ps(y, x);
+    for (int i = 0; i < 16; i++) n[i] = fabsf(y[i]) < 0x1p31f ? (int32_t)rintf(y[i]) : INT32_MIN;
+    return _mm512_loadu_si512(n);
+}
+
+static inline __m128i kda_cvtepi32_8(__m512i x) {
+    uint32_t y[16];
+    uint8_t b[16];
+    _mm512_storeu_si512(y, x);
+    for (int i = 0; i < 16; i++) b[i] = (uint8_t)y[i];
+    return _mm_loadu_si128((const __m128i *)(const void *)b);
+}
+
+static inline __m512i kda_madd_epi16(__m512i x, __m512i y) {
+    __m256i a[2], b[2];
+    _mm512_storeu_si512(a, x);
+    _mm512_storeu_si512(b, y);
+    for (int i = 0; i < 2; i++) a[i] = _mm256_madd_epi16(a[i], b[i]);
+    return _mm512_loadu_si512(a);
+}
+
 /* AVX-512 BF16. The pairs of products are added in float32, one after the other, as the instruction does; that it
  * also flushes subnormals is left out. */
 typedef __m512i kda_512bh;
@@ -148,6 +181,10 @@ static inline __m512 kda_dpbf16(__m512 sum, kda_512bh a, kda_512bh b) {
 #undef _mm512_cvtps_ph
 #undef _mm512_cvtepu16_epi32
 #undef _mm512_cvtepi32_epi16
+#undef _mm512_cvtepi32_ps
+#undef _mm512_cvtps_epi32
+#undef _mm512_madd_epi16
+#undef _mm512_cvtepi32_epi8
 #define _mm512_scalef_ps(x, n) kda_scalef(x, n)
 #define _mm512_maskz_loadu_ps(mask, p) kda_maskz_loadu(mask, p)
 #define _mm512_mask_storeu_ps(p, mask, x) kda_mask_storeu(p, mask, x)
@@ -157,5 +194,9 @@ static inline __m512 kda_dpbf16(__m512 sum, kda_512bh a, kda_512bh b) {
     _mm256_set_m128i(_mm256_cvtps_ph(kda_half(x, 1), mode), _mm256_cvtps_ph(kda_half(x, 0), mode))
 #define _mm512_cvtepu16_epi32(h) kda_cvtepu16(h)
 #define _mm512_cvtepi32_epi16(x) kda_cvtepi32_16(x)
+#define _mm512_cvtepi32_ps(x) kda_cvtepi32_ps(x)
+#define _mm512_madd_epi16(x, y) kda_madd_epi16(x, y)
+#define _mm512_cvtps_epi32(x) kda_cvtps_epi32(x)
+#define _mm512_cvtepi32_epi8(x) kda_cvtepi32_8(x)
 
 #endif
