@@ -140,7 +140,7 @@ typedef void kda_encode_fn(int8_t *codes, const float *w, float scale, int limit
  *     y[t * ld_y + r] = sum over groups, in order, of (float)(integer sum) * row scale * token scale
  * Integer sums are exact, and each float operation, from left to right, is rounded once: all ISAs give the same
  * bits (of a NaN, that it is one). In this order only what float32 cannot hold is lost: the two scales alone may
- * overflow, or vanish, where the product does not.
+ * overflow, or vanish, where the product does not. Within (groups + 2) * 2^-24 of the sum of the terms' magnitudes.
  * `group` is a multiple of 8, at most 512. */
 typedef void kda_idot_fn(float *y, const uint8_t *codes, const uint16_t *scales, const int8_t *x,
                          const float *x_scales, const int32_t *x_sums, ptrdiff_t tokens, ptrdiff_t rows,
