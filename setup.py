@@ -32,7 +32,7 @@ ABI3 = os.environ.get("KDA_ABI3", "1") != "0" and not sysconfig.get_config_var("
 GNU_FLAGS = ["-O2", "-g0", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-lto", "-fvisibility=hidden"]
 GNU_WARNINGS = ["-Wall", "-Wextra", "-Wconversion"]  # not for the C that Cython writes
 EMULATION = ["-mavx2", "-mfma", "-mf16c", "-Wno-psabi", "-include", "tools/emulate/avx512.h"]
-EMULATED = {"avx512": EMULATION, "avx512bf16": ["-DHAVE_PAIRS=1", *EMULATION]}
+EMULATED = {"avx512": EMULATION, "avx512vnni": EMULATION, "avx512bf16": ["-DHAVE_PAIRS=1", *EMULATION]}
 MSVC_FLAGS = ["/O2", "/std:c11", "/fp:precise"]
 
 if sys.platform == "darwin" and sysconfig.get_platform().endswith("universal2") and "ARCHFLAGS" not in os.environ:

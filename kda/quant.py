@@ -243,16 +243,17 @@ class QuantizedMatrix:
         """Read what `save` wrote. Raises ValueError for a file of another kind, version or shape."""
         from safetensors import SafetensorError, safe_open
 
+        isa_index(isa)
         try:
             with safe_open(path, framework="numpy") as file:
                 about = file.metadata() or {}
-                if about.get("format") != _FORMAT or about.get("version") != "1":
-                    raise ValueError(f"{path}: expected a {_FORMAT} file of version 1, got {about or 'no metadata'}")
-                shape = tuple(int(n) for n in about["shape"].split(","))
-                return cls.from_codes(file.get_tensor("codes"), file.get_tensor("scales"), shape, int(about["bits"]),
-                                      int(about["group_size"]), isa=isa)
-        except (SafetensorError, KeyError) as error:
+                if about.get("format") == _FORMAT and about.get("version") == "1":
+                    shape = [int(n) for n in about["shape"].split(",")]
+                    return cls.from_codes(file.get_tensor("codes"), file.get_tensor("scales"), shape,
+                                          int(about["bits"]), int(about["group_size"]), isa=isa)
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: is not a complete {_FORMAT} file: {error}") from error
+        raise ValueError(f"{path}: expected a {_FORMAT} file of version 1, got {about or 'no metadata'}")
 
 
 def _check_form(bits: int, group_size: int) -> None:

@@ -8,7 +8,7 @@ import ctypes
 import mmap
 import re
 import sys
-from ctypes import c_float, c_int, c_ssize_t, c_void_p
+from ctypes import c_float, c_int, c_int32, c_ssize_t, c_void_p
 from pathlib import Path
 
 import ml_dtypes
@@ -41,8 +41,12 @@ SIGNATURES = {
     "conv_step": (P, P, P, P, P, c_ssize_t, c_int, c_int),
     "norm_gated": (P, P, P, P, c_float, c_ssize_t, c_int),
     "probe_update": (P, c_float, c_float, c_ssize_t),
-    "probe_fma": (P, c_ssize_t),
+    "probe_fma": (P, c_ssize_t), "probe_idot": (P, c_ssize_t), "probe_read": (P, c_ssize_t),
+    "quantize": (P, P, P, c_ssize_t), "amax": (P, c_ssize_t), "encode": (P, P, c_float, c_int, c_ssize_t),
+    "idot_q8": (P, P, P, P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
+    "idot_q4": (P, P, P, P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
 }
+RESULTS = {"probe_fma": c_ssize_t, "probe_idot": c_ssize_t, "probe_read": c_float, "quantize": c_int32, "amax": c_float}
 FLOAT32_BITS = np.concatenate([
     np.arange(0, 2**32, 65537, dtype=np.uint64).astype(np.uint32),
     # zeros, subnormals, the least and greatest normals, ones, infinities, NaNs quiet and signalling
@@ -57,8 +61,7 @@ FLOAT32_BITS = np.concatenate([
 
 def kernel(isa, name):
     index = list(kda.isas()).index(isa)
-    restype = c_ssize_t if name == "probe_fma" else None
-    function = ctypes.CFUNCTYPE(restype, *SIGNATURES[name])(_core.kernel_addresses(index)[name])
+    function = ctypes.CFUNCTYPE(RESULTS.get(name), *SIGNATURES[name])(_core.kernel_addresses(index)[name])
 
     def call(*arguments):
         result = function(*(a.pointer if isinstance(a, Guarded) else a for a in arguments))
@@ -85,8 +88,8 @@ class Guarded:
         values = np.asarray(values)
         rows = np.atleast_2d(values)
         self.size_of_row = rows.shape[1] + gap
-        bits = np.uint32 if values.itemsize == 4 else np.uint16
-        canary = 0x7fc0da7a if values.itemsize == 4 else 0x7fa7  # NaN as float32, float16 and bfloat16
+        # NaN as float32, float16 and bfloat16
+        bits, canary = {4: (np.uint32, 0x7fc0da7a), 2: (np.uint16, 0x7fa7), 1: (np.uint8, 0xa7)}[values.itemsize]
         self.whole = np.full(2 * self.ZONE + lead + rows.shape[0] * self.size_of_row, canary, bits)
         self.start = start = self.ZONE + lead
         span = self.whole[start:start + rows.shape[0] * self.size_of_row].view(values.dtype)
@@ -108,7 +111,7 @@ class Guarded:
 
 def blank(*shape, dtype=np.float32, **options):
     """A guarded output, full of a value that no test expects."""
-    return Guarded(np.full(shape, 12345, dtype), **options)
+    return Guarded(np.full(shape, 12345 if np.dtype(dtype).itemsize > 1 else 85, dtype), **options)
 
 
 def bits(x):
@@ -700,6 +703,272 @@ def test_block_bf16_rounds_what_it_says(isa):
     assert o.item() == s.item() == 1 + 2.0**-9
 
 
+# ---- IDOT ----
+
+IDOT = {"idot_q8": 8, "idot_q4": 4}
+
+
+def layout(isa):
+    """(lanes, q8_bias, tokens of a full block) of an ISA."""
+    return _core.matrix_layout(list(kda.isas()).index(isa))
+
+
+class Idot:
+    """One tile of `rows` rows and a block of tokens, in canonical order: codes [rows, K], x [tokens, K], scales."""
+
+    def __init__(self, bits, tokens, rows, groups, group, seed=0):
+        rng = np.random.default_rng(seed)
+        self.bits, self.tokens, self.rows, self.groups, self.group = bits, tokens, rows, groups, group
+        half = 128 if bits == 8 else 8
+        self.codes = rng.integers(-half, half, (rows, groups * group))
+        self.x = rng.integers(-127, 128, (tokens, groups * group))
+        self.scales = rng.uniform(-1, 1, (rows, groups)).astype(np.float16)
+        self.x_scales = rng.uniform(0, 1, (tokens, groups)).astype(np.float32)
+
+    def want(self):
+        """The header's formula, every float32 operation rounded once: the bits that every ISA must give."""
+        exact = np.einsum("rgi,tgi->gtr", *(a.astype(np.int64).reshape(len(a), self.groups, self.group)
+                                            for a in (self.codes, self.x)))
+        assert np.abs(exact).max() < 2**24
+        y = np.zeros((self.tokens, self.rows), np.float32)
+        for g, sums in enumerate(exact):
+            y += sums.astype(np.float32) * self.scales[:, g].astype(np.float32) * self.x_scales[:, g, None]
+        return y
+
+    def arguments(self, isa, wrap):
+        """The inputs packed as the header describes, each through `wrap`; what lanes past `rows` hold is arbitrary."""
+        lanes, bias, _ = layout(isa)
+        codes = np.resize(self.codes, (lanes, self.codes.shape[1]))
+        scales = np.resize(self.scales, (lanes, self.groups))
+        codes[:self.rows], scales[:self.rows] = self.codes, self.scales
+        if self.bits == 8:
+            packed = (codes + bias).reshape(lanes, -1, 4)
+        else:
+            halves = (codes + 8).reshape(lanes, -1, 2, 4)
+            packed = halves[:, :, 0] | halves[:, :, 1] << 4
+        quads = self.x.reshape(self.tokens, -1, 4).transpose(1, 0, 2)
+        sums = self.x.reshape(self.tokens, self.groups, -1).sum(2).T
+        return [wrap(packed.transpose(1, 0, 2).astype(np.uint8).ravel()), wrap(scales.T.ravel().view(np.uint16)),
+                wrap(quads.astype(np.int8).ravel()), wrap(self.x_scales.T.ravel()), wrap(sums.astype(np.int32).ravel())]
+
+    def sizes(self, ld):
+        return self.tokens, self.rows, self.groups, self.group, ld
+
+    def run(self, isa, gap=0):
+        inputs = self.arguments(isa, Guarded)
+        y = blank(self.tokens, self.rows, gap=gap, lead=1)
+        kernel(isa, f"idot_q{self.bits}")(y, *inputs, *self.sizes(self.rows + gap))
+        assert all(a.unchanged() for a in inputs)
+        assert y.guards_unchanged()
+        return y.array
+
+
+@pytest.mark.parametrize("name", IDOT)
+def test_idot(isa, name):
+    """Every count of rows and tokens, over sizes of groups: bit for bit."""
+    lanes, _, full = layout(isa)
+    for rows in range(1, lanes + 1):
+        for tokens in {1, 2, 4, full} if full > 1 else {1}:
+            for groups, group in [(1, 8), (3, 8), (2, 32), (1, 40), (3, 64), (2, 128), (1, 512)]:
+                idot = Idot(IDOT[name], tokens, rows, groups, group, seed=rows)
+                assert np.array_equal(bits(idot.run(isa, gap=rows % 3)), bits(idot.want()))
+
+
+@pytest.mark.parametrize("name", IDOT)
+def test_idot_all_pairs_of_codes(isa, name):
+    """Every weight times every activation, alone in a group and eightfold.
+
+    A row holds one weight everywhere and a group one activation, each under its own scale.
+    """
+    lanes, _, full = layout(isa)
+    half = 128 if name == "idot_q8" else 8
+    for first in range(-half, half, lanes):
+        weights = np.arange(first, min(first + lanes, half))
+        for alone in (False, True):
+            idot = Idot(IDOT[name], full, len(weights), 255, 8)
+            idot.codes[:] = weights[:, None]
+            for t in range(full):
+                activations = np.roll(np.arange(-127, 128), 23 * t)
+                idot.x[t] = activations.repeat(8)
+                if alone:
+                    idot.x[t][np.arange(8 * 255) % 8 != (np.arange(8 * 255) // 8 + t) % 8] = 0
+            assert np.array_equal(bits(idot.run(isa)), bits(idot.want()))
+
+
+@pytest.mark.parametrize("name", IDOT)
+@pytest.mark.parametrize("a", [127, -127])
+def test_idot_largest_sums(isa, name, a):
+    """Nothing saturates or wraps where every product is as large as they come."""
+    lanes, _, full = layout(isa)
+    half = 128 if name == "idot_q8" else 8
+    for w in (-half, half - 1):
+        idot = Idot(IDOT[name], full, lanes, 2, 512)
+        idot.codes[:], idot.x[:], idot.scales[:], idot.x_scales[:] = w, a, 1, 1
+        assert (idot.run(isa) == 1024 * w * a).all()
+
+
+@pytest.mark.parametrize("name", IDOT)
+def test_idot_scales_at_their_limits(isa, name):
+    """Scales whose product float32 cannot hold, too large for it or too small: only the result may overflow."""
+    lanes, _, full = layout(isa)
+    idot = Idot(IDOT[name], full, lanes, 1, 8)
+    idot.codes[:], idot.x[:] = 0, 0
+    idot.x[:, 0] = 127
+    idot.codes[0, 0] = 7
+    idot.scales[:], idot.x_scales[:] = 65504, np.float32(2.0**121)
+    y = idot.run(isa)
+    assert (y[:, 0] == np.inf).all()
+    assert (y[:, 1:] == 0).all()
+    idot.scales[:], idot.x_scales[:] = 2.0**-24, np.float32(2.0**-127)
+    assert (idot.run(isa)[:, 0] == 222 * 2.0**-149).all()  # 7 * 127 * 2^-151: 222.25 spacings of the subnormals
+
+
+@pytest.mark.parametrize("name", IDOT)
+def test_idot_keeps_what_is_not_finite(isa, name):
+    lanes, _, full = layout(isa)
+    for bad, where in [(np.nan, "scales"), (np.inf, "scales"), (np.nan, "x_scales")]:
+        idot = Idot(IDOT[name], full, lanes, 3, 32)
+        clean = idot.run(isa).copy()
+        getattr(idot, where)[-1, 1] = bad
+        y = idot.run(isa)
+        hit = np.zeros(y.shape, bool)
+        hit[(slice(None), -1) if where == "scales" else -1] = True
+        assert not np.isfinite(y[hit]).any()
+        assert np.array_equal(bits(y)[~hit], bits(clean)[~hit])
+
+
+# Inputs of a group with a point to them, each of 16 values.
+GROUPS = {
+    "zeros": [0.0, -0.0] * 8,
+    "ties": [127, 0.5, 1.5, 2.5, 3.5, -0.5, -1.5, -2.5, 0.50000006, 0.49999997, 2.4999998, 63.5, 64.5, -126.5, -125.5,
+             1],
+    "largest": [3.4028235e38, -3.4028235e38, 1e38, 1e-38] * 4,
+    "subnormal": [2.0**-149, -3 * 2.0**-149, 2.0**-130, 2.0**-127] * 4,
+    "least": [2.0**-149, 0, 0, -(2.0**-149)] * 4,
+    "where the scale is a subnormal": [127 * 2.0**-127, -63.5 * 2.0**-127, 2.0**-127, 2.0**-128] * 4,
+    "one large": [1e30] + [1.0] * 15,
+    "nan": [1.0] * 15 + [np.nan],
+    "nan first": [np.nan] + [1.0] * 15,
+    "inf": [1.0] * 7 + [np.inf] + [2.0] * 8,
+    "-inf and nan": [-np.inf] + [0.0] * 14 + [np.nan],
+}
+
+
+def quantized(x):
+    """(codes, scale) of one group as the header defines them, in float32."""
+    if not np.isfinite(x).all():
+        return np.zeros(x.shape, np.int8), np.float32(np.nan)
+    most = np.abs(x).max()
+    if most == 0:
+        return np.zeros(x.shape, np.int8), most
+    with np.errstate(over="ignore"):
+        inverse, scale = np.float32(127) / most, most / np.float32(127)
+    if inverse > 2.0**127:
+        inverse, scale = np.float32(2.0**127), np.float32(2.0**-127)
+    return np.clip(np.rint(x * inverse), -127, 127).astype(np.int8), scale
+
+
+def check_quantize(isa, x, lead=0):
+    x = Guarded(np.asarray(x, np.float32), lead)
+    codes, scale = blank(x.array.size, dtype=np.int8, lead=lead), blank(1)
+    total = kernel(isa, "quantize")(codes, scale, x, x.array.size)
+    want_codes, want_scale = quantized(x.array)
+    assert np.array_equal(codes.array, want_codes)
+    assert equal_but_nan(scale.array, np.atleast_1d(want_scale))
+    assert total == want_codes.sum(dtype=np.int64)
+    assert x.unchanged()
+    assert codes.guards_unchanged()
+    assert scale.guards_unchanged()
+    return codes.array, scale.array.item()
+
+
+@pytest.mark.parametrize("n", [4, 8, 12, 16, 20, 32, 36, 60, 64, 100, 128, 512])
+def test_quantize_sizes(isa, n):
+    rng = np.random.default_rng(n)
+    for lead in range(4):
+        x = rng.standard_normal(n).astype(np.float32)
+        codes, scale = check_quantize(isa, x, lead)
+        assert np.abs(codes).max() == 127
+        assert np.abs(codes * scale - x).max() <= scale / 2 * (1 + 2.0**-15)
+        assert check_quantize(isa, np.full(n, -3.0))[0].tolist() == [-127] * n
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_quantize_known_groups(isa, name):
+    x = np.array(GROUPS[name], np.float32)
+    for repeats in (1, 3):
+        for x_here in (np.tile(x, repeats), np.tile(x, repeats)[::-1]):
+            check_quantize(isa, x_here)
+
+
+def test_quantize_by_hand(isa):
+    codes, scale = check_quantize(isa, GROUPS["ties"])
+    assert scale == 1
+    assert codes.tolist() == [127, 0, 2, 2, 4, 0, -2, -2, 1, 0, 2, 64, 64, -126, -126, 1]
+    codes, scale = check_quantize(isa, GROUPS["subnormal"])
+    assert scale == 2.0**-127
+    assert codes[:4].tolist() == [0, 0, 0, 1]  # 2^-22, -3 * 2^-22, 1/8, 1 scales
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 64, 127, 128, 512])
+def test_amax(isa, n):
+    rng = np.random.default_rng(n)
+    for lead in range(4):
+        x = Guarded(rng.standard_normal(n).astype(np.float32), lead)
+        assert kernel(isa, "amax")(x, n) == np.abs(x.array).max()
+        for i in {0, n // 2, n - 1}:
+            for value in (1e38, -1e38, -(2.0**-149), np.nan, np.inf, -np.inf):
+                x.array[i] = value
+                got = kernel(isa, "amax")(x, n)
+                want = np.abs(x.array).max() if np.isfinite(x.array).all() else np.nan
+                assert got == want or (np.isnan(got) and np.isnan(want))
+            x.array[i] = 0
+    for x in (np.zeros(n), np.full(n, -0.0), np.full(n, -(2.0**-149))):
+        assert kernel(isa, "amax")(Guarded(x.astype(np.float32)), n) == np.abs(x).max()
+
+
+def encoded(isa, w, scale, limit, lead=0):
+    w = Guarded(w, lead)
+    codes = blank(w.array.size, dtype=np.int8, lead=lead)
+    kernel(isa, "encode")(codes, w, float(scale), limit, w.array.size)
+    assert w.unchanged()
+    assert codes.guards_unchanged()
+    return codes.array.astype(np.int64)
+
+
+@pytest.mark.parametrize("limit", [127, 7])
+def test_encode_near_ties(isa, limit):
+    """Around every tie under scales of every exponent: the nearest code in exact arithmetic, the even one on it."""
+    k = np.arange(-limit, limit) + 0.5
+    finite = np.arange(1, 0x7c00, dtype=np.uint16)
+    scales = np.concatenate([finite[:40], finite[5::397], finite[-3:]]).view(np.float16).astype(np.float32)
+    for scale in scales:
+        ties = (k * float(scale)).astype(np.float32)
+        assert (ties == k * float(scale)).all()  # float32 holds them exactly
+        w, up, down = [ties], ties, ties
+        for _ in range(2):
+            up, down = np.nextafter(up, np.float32(np.inf)), np.nextafter(down, np.float32(-np.inf))
+            w += [up, down]
+        w = np.concatenate(w)
+        codes = encoded(isa, w, scale, limit, lead=1)
+        assert np.array_equal(codes, np.rint(w.astype(np.float64) / float(scale)))
+        error = np.abs(w.astype(np.float64) - codes * float(scale))  # exact: 24 bits less at most 19
+        assert error.max() == float(scale) / 2
+
+
+@pytest.mark.parametrize("n", [1, 3, 4, 7, 8, 9, 16, 17, 31, 32, 33, 128])
+def test_encode_sizes(isa, n):
+    rng = np.random.default_rng(n)
+    for lead in range(4):
+        w = rng.uniform(-1, 1, n).astype(np.float32)
+        scale = np.float32(np.float16(1 / 127))
+        assert np.array_equal(encoded(isa, w, scale, 127, lead), np.rint(w.astype(np.float64) / float(scale)))
+        assert encoded(isa, np.full(n, 9e9, np.float32), scale, 127, lead).tolist() == [127] * n
+        assert encoded(isa, np.full(n, -9e9, np.float32), scale, 7, lead).tolist() == [-7] * n
+        assert not encoded(isa, np.zeros(n, np.float32), 0.0, 127, lead).any()
+        assert not encoded(isa, np.full(n, 2.0**-149, np.float32), 2.0**-24, 127, lead).any()
+
+
 # ---- ceilings ----
 
 @pytest.mark.parametrize("n", SIZES)
@@ -711,14 +980,24 @@ def test_probe_update(isa, n):
     assert s.guards_unchanged()
 
 
-def test_probe_fma_counts_what_it_does(isa):
+@pytest.mark.parametrize("name", ["probe_fma", "probe_idot"])
+def test_probes_count_what_they_do(isa, name):
     y = blank(1)
-    call = kernel(isa, "probe_fma")
+    call = kernel(isa, name)
     once = call(y, 1)
     assert once >= 8
     assert call(y, 1000) == 1000 * once
     assert y.guards_unchanged()
     assert np.isfinite(y.array).all()
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_probe_read(isa, n):
+    for lead in range(4):
+        s = Guarded(np.random.default_rng(n).uniform(0, 1, n).astype(np.float32), lead)
+        got = kernel(isa, "probe_read")(s, n)
+        assert abs(got - s.array.sum(dtype=np.float64)) <= n * EPS * s.array.sum()  # a float missed or doubled shows
+        assert s.unchanged()
 
 
 # ---- the ends of memory ----
@@ -787,3 +1066,27 @@ def test_nothing_is_touched_past_the_end(isa, n):
             kernel(isa, which)(at["o"], at["s"], at["work"], at["q"], at["k"], at["v"], at["decay"], at["beta"],
                                BLOCK - 1, K, V, V, V, V)
             assert ctypes.string_at(at["s"], block.s.nbytes) == block.run(isa, name=which)[1].tobytes()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="mprotect is POSIX")
+@pytest.mark.parametrize("n", [4, 8, 12, 20, 32, 60, 64, 100, 128])
+def test_nothing_is_touched_past_the_end_by_idot(isa, n):
+    rng = np.random.default_rng(n)
+    x = rng.standard_normal(n).astype(np.float32)
+    w, codes, scale = (before_a_forbidden_page(a) for a in (x, np.zeros(n, np.int8), x[:1]))
+    assert kernel(isa, "amax")(w[0], n) == np.abs(x).max()
+    assert kernel(isa, "probe_read")(w[0], n) != 0
+    kernel(isa, "quantize")(codes[0], scale[0], w[0], n)
+    assert ctypes.string_at(codes[0], n) == quantized(x)[0].tobytes()
+    kernel(isa, "encode")(codes[0], w[0], 0.125, 127, n)
+    assert ctypes.string_at(codes[0], n) == np.clip(np.rint(x * 8), -127, 127).astype(np.int8).tobytes()
+
+    lanes, _, full = layout(isa)
+    for size in IDOT.values():
+        for tokens in {1, full}:
+            for rows in {1, lanes // 2 + 1, lanes}:
+                idot = Idot(size, tokens, rows, n // 4, 8, seed=n)
+                ends = idot.arguments(isa, before_a_forbidden_page)
+                y = before_a_forbidden_page(np.zeros((tokens, rows), np.float32))
+                kernel(isa, f"idot_q{size}")(y[0], *(pointer for pointer, _ in ends), *idot.sizes(rows))
+                assert ctypes.string_at(y[0], 4 * tokens * rows) == idot.want().tobytes()

@@ -144,6 +144,35 @@ KDA_INLINE i32xw ivdot_q8(i32xw c, i32xw w, i32xw a) {
 }
 #endif
 KDA_INLINE i32xw ivdot_q4(i32xw c, i32xw u, i32xw a) { return ivdot_q8(c, u, a); }
+#ifdef HAVE_I8MM
+/* smmla: c, 2 x 2, plus two rows of eight bytes times two columns of eight. Rows of weights meet tokens two by two,
+ * and the sums of a token are put together once per group. */
+#define IDOT_FULL_GROUP
+#define PEAK_MACS 32
+KDA_INLINE i32xw ivpeak(i32xw c, i32xw w, i32xw a) {
+    return vmmlaq_s32(c, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(a));
+}
+KDA_INLINE void idot_full_group(i32xw *acc, const uint8_t *codes, const int8_t *x, ptrdiff_t group, int bits) {
+    for (ptrdiff_t i = 0; i < group; i += 8, codes += bits * W, x += 8 * IDOT_TOKENS) {
+        i32xw both = ivload(codes), first = bits == 8 ? both : ivlow(both);
+        i32xw second = bits == 8 ? ivload(codes + 4 * W) : ivhigh(both);
+        i32xw rows01 = vzip1q_s32(first, second), rows23 = vzip2q_s32(first, second);
+        UNROLL for (int t = 0; t < IDOT_TOKENS; t += 4) {
+            first = ivload(x + 4 * t), second = ivload(x + 4 * (IDOT_TOKENS + t));
+            i32xw tokens01 = vzip1q_s32(first, second), tokens23 = vzip2q_s32(first, second);
+            acc[t] = ivpeak(acc[t], rows01, tokens01);
+            acc[t + 1] = ivpeak(acc[t + 1], rows23, tokens01);
+            acc[t + 2] = ivpeak(acc[t + 2], rows01, tokens23);
+            acc[t + 3] = ivpeak(acc[t + 3], rows23, tokens23);
+        }
+    }
+    UNROLL for (int t = 0; t < IDOT_TOKENS; t += 2) {
+        i32xw rows01 = acc[t], rows23 = acc[t + 1];
+        acc[t] = vuzp1q_s32(rows01, rows23);
+        acc[t + 1] = vuzp2q_s32(rows01, rows23);
+    }
+}
+#endif
 
 #include "math.inc"
 #include "probe.inc"

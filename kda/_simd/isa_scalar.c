@@ -264,7 +264,7 @@ static void idot_q8(float *y, const uint8_t *codes, const uint16_t *scales, cons
                 int32_t exact = 0;
                 for (ptrdiff_t i = g * group; i < (g + 1) * group; i++)
                     exact += (int8_t)codes[i / 4 * 4 * W + 4 * r + i % 4] * x[(i / 4 * tokens + t) * 4 + i % 4];
-                sum += (float)exact * (f32_of_f16(scales[g * W + r]) * x_scales[g * tokens + t]);
+                sum += (float)exact * f32_of_f16(scales[g * W + r]) * x_scales[g * tokens + t];
             }
             y[t * ld_y + r] = sum;
         }
@@ -283,7 +283,7 @@ static void idot_q4(float *y, const uint8_t *codes, const uint16_t *scales, cons
                     int byte = codes[i / 8 * 4 * W + 4 * r + i % 4], code = (i % 8 < 4 ? byte & 15 : byte >> 4) - 8;
                     exact += code * x[(i / 4 * tokens + t) * 4 + i % 4];
                 }
-                sum += (float)exact * (f32_of_f16(scales[g * W + r]) * x_scales[g * tokens + t]);
+                sum += (float)exact * f32_of_f16(scales[g * W + r]) * x_scales[g * tokens + t];
             }
             y[t * ld_y + r] = sum;
         }

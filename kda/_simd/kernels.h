@@ -125,9 +125,9 @@ typedef void kda_norm_gated_fn(float *y, const float *x, const float *gate, cons
  * weights meets a broadcast quad, and no sum runs across lanes.
  */
 
-/* Activations of one token and group: scale = max|x| / 127 (2^-127 at least, 0 for all zeros), code = x / scale
- * rounded to nearest, ties to even; the same bits on every ISA. NaN or infinity in x makes the scale NaN. Returns
- * the sum of the codes. n is a multiple of 4. */
+/* Activations of one token and group: scale = max|x| / 127 (2^-127 at least, 0 for all zeros), code = x * (127 /
+ * max|x|), each float32 operation rounded, to the nearest integer, ties to even; the same bits on every ISA. NaN or
+ * infinity in x makes the scale NaN and the codes 0. Returns the sum of the codes. n is a multiple of 4. */
 typedef int32_t kda_quantize_fn(int8_t *codes, float *scale, const float *x, ptrdiff_t n);
 
 /* Weights of one row and group: amax = max|w| (NaN if any w is NaN); and, for the scale then stored, the nearest
@@ -137,8 +137,10 @@ typedef float kda_amax_fn(const float *w, ptrdiff_t n);
 typedef void kda_encode_fn(int8_t *codes, const float *w, float scale, int limit, ptrdiff_t n);
 
 /* One tile of `rows` <= lanes rows times a block of `tokens` (1, 2, 4 or idot_tokens) tokens:
- *     y[t * ld_y + r] = sum over groups, in order, of (float)(integer sum) * (scale of row and group * scale of
- * token and group) Integer sums are exact, each float operation is rounded once: all ISAs give the same bits.
+ *     y[t * ld_y + r] = sum over groups, in order, of (float)(integer sum) * row scale * token scale
+ * Integer sums are exact, and each float operation, from left to right, is rounded once: all ISAs give the same
+ * bits (of a NaN, that it is one). In this order only what float32 cannot hold is lost: the two scales alone may
+ * overflow, or vanish, where the product does not. Within (groups + 2) * 2^-24 of the sum of the terms' magnitudes.
  * `group` is a multiple of 8, at most 512. */
 typedef void kda_idot_fn(float *y, const uint8_t *codes, const uint16_t *scales, const int8_t *x,
                          const float *x_scales, const int32_t *x_sums, ptrdiff_t tokens, ptrdiff_t rows,

@@ -1,8 +1,9 @@
 /* AVX-512 for a CPU that has AVX2 only: SIMD Everywhere (Debian's libsimde-dev) under Intel's names.
  *
- * KDA_EMULATE=avx512 makes setup.py compile isa_avx512.c with avx2's flags and this header before it, so that
- * the tests run the logic of that file (tails, masks, lane order, constants) where the instructions are
- * missing. It shows nothing about speed, and nothing about what the compiler makes of the intrinsics.
+ * KDA_EMULATE=avx512 makes setup.py compile isa_avx512.c, isa_avx512vnni.c and isa_avx512bf16.c with avx2's flags
+ * and this header before them, so that the tests run the logic of those files (tails, masks, lane order, constants)
+ * where the instructions are missing. It shows nothing about speed, and nothing about what the compiler makes of
+ * the intrinsics or of the inline assembly that the emulation leaves out.
  * Multiply-adds are the CPU's own FMA here, so they are rounded once, as in the original. */
 #ifndef KDA_EMULATE_AVX512_H
 #define KDA_EMULATE_AVX512_H
@@ -17,7 +18,8 @@
 #define SIMDE_NO_FAST_MATH
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>
-#define __AVX512F__ 1 /* for the guards of isa_avx512.c and isa_avx512bf16.c */
+#define __AVX512F__ 1 /* for the guards of the three files */
+#define __AVX512VNNI__ 1
 #ifdef HAVE_PAIRS
 #define __AVX512BF16__ 1
 #endif
@@ -89,21 +91,33 @@ static inline __m256i kda_cvtepi32_16(__m512i x) {
     return _mm256_loadu_si256((const __m256i *)(const void *)h);
 }
 
-static inline __m512 kda_cvtepi32_ps(__m512i x) {
-    int32_t n[16];
-    float y[16];
-    _mm512_storeu_si512(n, x);
-    for (int i = 0; i < 16; i++) y[i] = (float)n[i];
-    return _mm512_loadu_ps(y);
+/* vpmaddubsw and vpmaddwd by AVX2's own, with their saturation. */
+#define KDA_BY_HALVES(name, op) \
+    static inline __m512i name(__m512i a, __m512i b) { \
+        __m256i x[2], y[2]; \
+        memcpy(x, &a, sizeof x); \
+        memcpy(y, &b, sizeof y); \
+        for (int i = 0; i < 2; i++) x[i] = op(x[i], y[i]); \
+        return _mm512_loadu_si512(x); \
+    }
+KDA_BY_HALVES(kda_maddubs, _mm256_maddubs_epi16)
+KDA_BY_HALVES(kda_madd, _mm256_madd_epi16)
+#undef KDA_BY_HALVES
+
+/* Out of range becomes -2^31, as in the original. */
+static inline __m512i kda_cvtps_epi32(__m512 x) {
+    int32_t y[16];
+    for (int i = 0; i < 2; i++)
+        _mm256_storeu_si256((__m256i *)(void *)(y + 8 * i), _mm256_cvtps_epi32(kda_half(x, i)));
+    return _mm512_loadu_si512(y);
 }
 
-/* To nearest, ties to even; what no int holds becomes the least one. */
-static inline __m512i kda_cvtps_epi32(__m512 x) {
-    float y[16];
-    int32_t n[16];
-    _mm512_storeu_ps(y, x);
-    for (int i = 0; i < 16; i++) n[i] = fabsf(y[i]) < 0x1p31f ? (int32_t)rintf(y[i]) : INT32_MIN;
-    return _mm512_loadu_si512(n);
+static inline __m512 kda_cvtepi32_ps(__m512i x) {
+    int32_t y[16];
+    float z[16];
+    _mm512_storeu_si512(y, x);
+    for (int i = 0; i < 16; i++) z[i] = (float)y[i];
+    return _mm512_loadu_ps(z);
 }
 
 static inline __m128i kda_cvtepi32_8(__m512i x) {
@@ -112,14 +126,6 @@ static inline __m128i kda_cvtepi32_8(__m512i x) {
     _mm512_storeu_si512(y, x);
     for (int i = 0; i < 16; i++) b[i] = (uint8_t)y[i];
     return _mm_loadu_si128((const __m128i *)(const void *)b);
-}
-
-static inline __m512i kda_madd_epi16(__m512i x, __m512i y) {
-    __m256i a[2], b[2];
-    _mm512_storeu_si512(a, x);
-    _mm512_storeu_si512(b, y);
-    for (int i = 0; i < 2; i++) a[i] = _mm256_madd_epi16(a[i], b[i]);
-    return _mm512_loadu_si512(a);
 }
 
 /* AVX-512 BF16. The pairs of products are added in float32, one after the other, as the instruction does; that it
@@ -181,9 +187,10 @@ static inline __m512 kda_dpbf16(__m512 sum, kda_512bh a, kda_512bh b) {
 #undef _mm512_cvtps_ph
 #undef _mm512_cvtepu16_epi32
 #undef _mm512_cvtepi32_epi16
-#undef _mm512_cvtepi32_ps
-#undef _mm512_cvtps_epi32
+#undef _mm512_maddubs_epi16
 #undef _mm512_madd_epi16
+#undef _mm512_cvtps_epi32
+#undef _mm512_cvtepi32_ps
 #undef _mm512_cvtepi32_epi8
 #define _mm512_scalef_ps(x, n) kda_scalef(x, n)
 #define _mm512_maskz_loadu_ps(mask, p) kda_maskz_loadu(mask, p)
@@ -194,9 +201,10 @@ static inline __m512 kda_dpbf16(__m512 sum, kda_512bh a, kda_512bh b) {
     _mm256_set_m128i(_mm256_cvtps_ph(kda_half(x, 1), mode), _mm256_cvtps_ph(kda_half(x, 0), mode))
 #define _mm512_cvtepu16_epi32(h) kda_cvtepu16(h)
 #define _mm512_cvtepi32_epi16(x) kda_cvtepi32_16(x)
-#define _mm512_cvtepi32_ps(x) kda_cvtepi32_ps(x)
-#define _mm512_madd_epi16(x, y) kda_madd_epi16(x, y)
+#define _mm512_maddubs_epi16(a, b) kda_maddubs(a, b)
+#define _mm512_madd_epi16(a, b) kda_madd(a, b)
 #define _mm512_cvtps_epi32(x) kda_cvtps_epi32(x)
+#define _mm512_cvtepi32_ps(x) kda_cvtepi32_ps(x)
 #define _mm512_cvtepi32_epi8(x) kda_cvtepi32_8(x)
 
 #endif

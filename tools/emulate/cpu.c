@@ -7,5 +7,5 @@
 
 uint32_t kda_cpu_features(void) {
     return kda_cpu_features_of_hardware() | KDA_AVX512F | KDA_AVX512BW | KDA_AVX512VL | KDA_AVX512DQ |
-           KDA_AVX512BF16;
+           KDA_AVX512VNNI | KDA_AVX512BF16;
 }
