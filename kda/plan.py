@@ -357,7 +357,8 @@ class Plan:
         """Parts of the model that no figure here holds."""
         parts = []
         if self.config.mla and self.config.mla.indexer_layers:
-            parts.append("the sparse attention's indexer (weights and cache)")
+            parts.append("the sparse attention's indexer (weights, cache, and what it saves: attention is counted over "
+                         "all tokens)")
         if self.config.hc_mult:
             parts.append("hyper-connections")
         return (*parts, "layers for multi-token prediction", "vision")
