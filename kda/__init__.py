@@ -1,6 +1,7 @@
 """Kimi Delta Attention on CPUs: the functions of fla.ops.kda over numpy arrays."""
 
 from kda import _openmp as _openmp  # first: it loads the core
+from kda.config import KDAConfig
 from kda.ops import (
     causal_conv1d,
     causal_conv1d_update,
@@ -10,12 +11,14 @@ from kda.ops import (
     l2norm,
     rms_norm_gated,
 )
+from kda.plan import nvme_ceiling, plan
 from kda.quant import QuantizedMatrix
 from kda.runtime import get_num_threads, isas, set_num_threads, show_runtime
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "KDAConfig",
     "QuantizedMatrix",
     "causal_conv1d",
     "causal_conv1d_update",
@@ -25,6 +28,8 @@ __all__ = [
     "get_num_threads",
     "isas",
     "l2norm",
+    "nvme_ceiling",
+    "plan",
     "rms_norm_gated",
     "set_num_threads",
     "show_runtime",

@@ -1,4 +1,4 @@
-"""The `kda` command: info, check, bench."""
+"""The `kda` command: info, check, plan, bench."""
 
 from __future__ import annotations
 
@@ -6,17 +6,30 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
 
 import kda
 from kda import check, runtime
 from kda.perf import bench
+from kda.plan import EXPERT_FORMATS, WEIGHT_FORMATS, render
+
+SHIPPED = ("kimi_linear_48b", "kimi_k3")  # in kda/data
+
+
+def contexts(text: str) -> list[int]:
+    """The argument of --context."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected token counts like 4096,1048576, got {text!r}") from None
 
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of every subcommand."""
     top = argparse.ArgumentParser(prog="kda", description="Kimi Delta Attention on CPUs.")
     top.add_argument("--version", action="version", version=f"kda {kda.__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="info | check | bench")
+    commands = top.add_subparsers(dest="command", required=True, metavar="info | check | plan | bench")
 
     info = commands.add_parser("info", help="the ISA chosen and why, the others, threads and caches")
     info.add_argument("-o", "--output", choices=["text", "json"], default="text")
@@ -26,6 +39,21 @@ def parser() -> argparse.ArgumentParser:
         "check", help="compare every ISA of this machine with the float64 reference and stored results",
         description="Exit status 1 if any error exceeds its bound or is NaN.")
     checks.set_defaults(run=run_check)
+
+    planner = commands.add_parser(
+        "plan", help="memory, work and traffic of a model, from its config.json",
+        description="Memory for state and weights, MAC, FLOP and bytes per token, and what grows with the context; "
+                    "with --bandwidth also what a disk allows that holds the routed experts.")
+    planner.add_argument("config", metavar="CONFIG", help="a config.json, a directory that holds one, or one of the "
+                                                          f"shipped {', '.join(SHIPPED)}")
+    planner.add_argument("--context", type=contexts, default=[4096], metavar="N[,N...]", help="tokens; default: 4096")
+    planner.add_argument("--batch", type=int, default=1, metavar="N", help="sequences; default: 1")
+    planner.add_argument("--format", choices=WEIGHT_FORMATS, default="q8g", help="of the weights; default: q8g")
+    planner.add_argument("--experts", choices=EXPERT_FORMATS, help="of the routed experts; default: --format")
+    planner.add_argument("--bandwidth", metavar="SPEED", help="of the disk, like 12.78GB/s or 11.9GiB/s")
+    planner.add_argument("--hit-rate", type=float, default=0.0, metavar="SHARE", help="of expert bytes found in memory")
+    planner.add_argument("-o", "--output", choices=["text", "md", "json"], default="text")
+    planner.set_defaults(run=run_plan)
 
     measure = commands.add_parser(
         "bench", help="time decode, prefill and the epilogues of Kimi-Linear and K3 beside this machine's limits",
@@ -58,6 +86,34 @@ def run_check(args: argparse.Namespace) -> int:
     results, seconds = check.run([args.isa] if args.isa else None, progress=bench.progress_bar())
     print(check.render(results, seconds))
     return 0 if all(r.passed for r in results) else 1
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    path = Path(args.config)
+    try:
+        if args.config in SHIPPED and not path.exists():
+            path = Path(str(files("kda").joinpath("data", f"{args.config}.json")))
+        config = kda.KDAConfig.from_hf(path)
+        plans = [kda.plan(config, n, args.batch, args.format, expert_format=args.experts) for n in args.context]
+        disk = None
+        if args.bandwidth is not None:
+            read = plans[0].expert_read_bytes_per_token
+            if read is None:
+                raise ValueError("--bandwidth: the config has no routed experts, or not their size")
+            disk = kda.nvme_ceiling(read, args.bandwidth, args.hit_rate)
+    except (OSError, ValueError) as wrong:
+        print(f"kda plan: {wrong}", file=sys.stderr)
+        return 2
+    if args.output == "json":
+        bound = None if disk is None else {"tokens_per_s": float(disk), "bandwidth": args.bandwidth,
+                                           "hit_rate": args.hit_rate, "bytes_read_per_token": disk.bytes_read}
+        print(json.dumps({"plans": [p.to_dict() for p in plans], "nvme": bound}, indent=2))
+        return 0
+    print(render(plans, args.output == "md"))
+    if disk is not None:
+        print(f"\nExperts on a disk of {args.bandwidth}, hit rate {args.hit_rate:g}: "
+              f"{disk.bytes_read:,.0f} B per token, at most {disk:.4f} tokens/s (disk alone).")
+    return 0
 
 
 def run_bench(args: argparse.Namespace) -> int:

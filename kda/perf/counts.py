@@ -1,66 +1,15 @@
-"""Work and bytes of the delta rule, counted from its definition, and the shapes of the shipped models.
-
-A MAC is one multiply-add; a FLOP is one multiply or one add, so 2 FLOP make a MAC. GB is 10^9 bytes, MiB is
-2^20. The counts are those of the recurrence, whatever a kernel does to compute it.
-"""
+"""The shapes of the shipped models, which the benchmarks run."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
-# Floating-point instructions' lanes that the recurrent kernel spends on one state element and token: the
-# multiply-adds of S^T k, of S^T q and of the rank-1 update, and the multiplication by the decay.
-LANE_OPS_PER_ELEMENT = 4
-
-
-@dataclass(frozen=True)
-class Shape:
-    """`layers` KDA layers of HV value heads, each with a float32 state of K x V, served by H query/key heads."""
-
-    name: str
-    H: int
-    HV: int
-    K: int
-    V: int
-    layers: int = 1
-
-    @property
-    def elements(self) -> int:
-        """State elements: layers * HV * K * V."""
-        return self.layers * self.HV * self.K * self.V
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the float32 state."""
-        return 4 * self.elements
-
-    @property
-    def mac(self) -> int:
-        """Multiply-adds per token of the delta rule: S^T k, the rank-1 update and S^T q are K * V each."""
-        return 3 * self.elements
-
-    @property
-    def flop(self) -> int:
-        """2 FLOP per MAC, without the decay."""
-        return 2 * self.mac
-
-    @property
-    def flop_with_decay(self) -> int:
-        """flop and the K * V multiplications per head of diag(exp(g)) S."""
-        return self.flop + self.elements
-
-    @property
-    def traffic_bytes(self) -> int:
-        """Bytes per token that a step must move if the state is read once and written once."""
-        return 2 * self.state_bytes
-
-    @property
-    def lane_ops(self) -> int:
-        """Floating-point instruction lanes per token of the recurrent kernel; a multiply-add lane counts as 1."""
-        return LANE_OPS_PER_ELEMENT * self.elements
+from kda.config import KDAConfig
+from kda.plan import Shape as Shape
+from kda.plan import delta_rule
 
 
 def model_config(name: str) -> dict[str, Any]:
@@ -71,9 +20,7 @@ def model_config(name: str) -> dict[str, Any]:
 
 def model_shape(name: str, title: str) -> Shape:
     """All KDA layers of a shipped model."""
-    kda = model_config(name)["linear_attn_config"]
-    heads, dim = kda["num_heads"], kda["head_dim"]
-    return Shape(title, heads, heads, dim, dim, len(kda["kda_layers"]))
+    return delta_rule(KDAConfig.from_hf(model_config(name)), title)
 
 
 KIMI_LINEAR = model_shape("kimi_linear_48b", "Kimi-Linear")
