@@ -1,13 +1,12 @@
 """QuantizedMatrix: the canonical forms in and out, and products that are exact up to the sum over groups."""
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import BF16, ISAS, same_bits
+from helpers import BF16, ISAS, python, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -633,15 +632,14 @@ def test_rows_beyond_2_31_elements(isa, tmp_path):
 
 
 BEYOND = """
-import sys
 import numpy as np
 from kda import QuantizedMatrix
 N, K = 65536, 32896  # 2^31 codes and 8 MiB more
-small = QuantizedMatrix.quantize(np.random.default_rng(0).standard_normal((64, K)).astype(np.float32), isa=sys.argv[1])
+small = QuantizedMatrix.quantize(np.random.default_rng(0).standard_normal((64, K)).astype(np.float32))
 x = np.random.default_rng(1).standard_normal((2, K)).astype(np.float32)
 codes, scales = np.zeros(N * K, np.uint8), np.zeros(N * K // 128, np.uint16)  # pages of zeros: no memory of their own
 codes[-small._codes.size:], scales[-small._scales.size:] = small._codes, small._scales
-y = QuantizedMatrix(codes, scales, (N, K), 8, 128, sys.argv[1]).matmul(x)
+y = QuantizedMatrix(codes, scales, (N, K), 8, 128, small.isa).matmul(x)
 assert not y[:, :-64].any()
 assert y[:, -64:].tobytes() == small.matmul(x).tobytes()
 """
@@ -652,5 +650,4 @@ assert y[:, -64:].tobytes() == small.matmul(x).tobytes()
 @pytest.mark.parametrize("isa", ISAS[:1])
 def test_packed_matrix_beyond_2_31_bytes(isa):
     """The last tiles of a packed matrix, past 2^31 codes, are where they should be; all before them is zero pages."""
-    done = subprocess.run([sys.executable, "-c", BEYOND, isa], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    python(BEYOND, KDA_ISA=isa)
