@@ -1,12 +1,17 @@
 /* avx512: AVX-512 F, BW, VL, DQ, 16 float lanes, 32 registers, masked tails.
  *
  *   instruction        Skylake-X .. Sapphire Rapids               Zen 4
- *   vfmadd231ps zmm    latency 4, 2 per cycle (1 on some parts)   4, 1 per cycle (two 256-bit halves)
- *   load / store zmm   2 / 1 per cycle                            1 / 0.5 per cycle
+ *   vfmadd231ps zmm    latency 4, 2 per cycle (1 on some parts)   latency 4, 1 per cycle (two halves)
+ *   load, store zmm    2, 1 per cycle                             1, 1 per 2 cycles
  *   vscalefps zmm      latency 4: ldexp with the rounding and the subnormals done by the hardware
  *
- * What bounds the step: 4 multiply-type operations per element. ROWS = 8 keeps 16 row factors in
- * registers; per vector of columns the first pass issues 10 loads, 16 FMA and 2 stores.
+ * step    Per vector of S: 2 FMA and 1.25 loads (a row's two factors serve COLS = 8 vectors; with V <= 128 that is
+ * the whole row, so S is read in plain order), then FMA, multiplication, 1.25 loads and a store. The multiply pipes
+ * bind, until the memory does. block   Per k a tile of MR x NR = 8 x 2 vectors: 10 loads for 16 FMA, no spills; two
+ * FMA pipes would take 8 cycles, and a static analysis of the loop (llvm-mca, Skylake-X) says 9. idot    q8 without
+ * VNNI turns a's signs under a mask, then vpmaddubsw, vpmaddwd, vpaddd as avx2 does.
+ *
+ * No figure here has been measured: no machine with AVX-512 was at hand. The instructions have been run, emulated.
  */
 #ifndef __AVX512F__
 #error "isa_avx512.c needs -mavx512f -mavx512bw -mavx512vl -mavx512dq"
@@ -16,7 +21,7 @@
 #include "kernels.h"
 #include "lanes.h"
 
-#ifndef ISA_NAME /* isa_avx512bf16.c includes this file under its own name */
+#ifndef ISA_NAME /* isa_avx512vnni.c and isa_avx512bf16.c include this file under their own names */
 #define ISA_NAME avx512
 #endif
 #define W 16

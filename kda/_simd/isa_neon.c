@@ -1,11 +1,14 @@
 /* neon: Advanced SIMD of ARMv8.0, 4 float lanes, 32 registers.
  *
  *   instruction      Cortex-A53   Cortex-A76      Neoverse N1/V1, Apple M
- *   fmla 4s          4-8, 1       4, 2            4, 2 / 4
+ *   fmla 4s          4-8, 1       4, 2            4, 2 / 4                    (latency, per cycle)
  *   ldr q / str q    1 / 1        2 / 1..2        2..3 / 2
  *
- * What bounds the step: 4 multiply-type operations per element of S. ROWS = 8 keeps 16 row factors in
- * registers; per vector of columns the first pass issues 10 loads, 16 fmla and 2 stores.
+ * step    Per vector of S: 2 fmla and 1.25 loads (a row's two factors serve COLS = 8 vectors), then fmla,
+ * fmul, 1.25 loads and a store: the multiply pipes, until the memory binds. block   Per k a tile of MR x NR = 8 x 2
+ * vectors: 10 loads for 16 fmla. idot    q8 without sdot: two smull, addp, sadalp per vector of weights and token.
+ *
+ * Not timed: so far it has run emulated only.
  */
 #if !defined(__ARM_NEON) && !defined(_M_ARM64)
 #error "isa_neon.c needs Advanced SIMD"
