@@ -586,61 +586,34 @@ cdef struct probe_job:
     Py_ssize_t items
 
 
-cdef void probe_update_item(const void *job_, Py_ssize_t item, int thread) noexcept nogil:
+cdef void update_item(const void *job_, Py_ssize_t item, int thread) noexcept nogil:
     cdef const probe_job *job = <const probe_job *>job_
     cdef Py_ssize_t start = job.n * item // job.items, end = job.n * (item + 1) // job.items
     if end > start:
         job.isa.probe_update(job.s + start, 0.99, 0.01, end - start)
 
 
-cdef void probe_fma_item(const void *job_, Py_ssize_t item, int thread) noexcept nogil:
+cdef void read_item(const void *job_, Py_ssize_t item, int thread) noexcept nogil:
+    cdef const probe_job *job = <const probe_job *>job_
+    cdef Py_ssize_t start = job.n * item // job.items, end = job.n * (item + 1) // job.items
+    if end > start:
+        job.isa.probe_read(job.s + start, end - start)
+
+
+cdef void fma_item(const void *job_, Py_ssize_t item, int thread) noexcept nogil:
     cdef const probe_job *job = <const probe_job *>job_
     cdef float sink
     job.isa.probe_fma(&sink, job.n)
 
 
-def probe_update(int isa, s):
-    """s = s * 0.99 + 0.01 in place over contiguous float32, on the threads that a large call would use."""
-    cdef _Buffers buffers = _Buffers()
-    cdef kda_tensor t
-    cdef probe_job job
-    buffers.tensor(&t, s, s.shape, 1, True)
-    if t.dtype != KDA_F32:
-        raise ValueError("s is float32")
-    job.isa, job.s, job.n = kernels_of(isa), <float *>t.data, s.shape[0]
-    cdef int threads = threads_for(job.n)
-    job.items = 32 * threads
-    run(&probe_update_item, &job, job.items, threads, False)
-
-
-def probe_fma(int isa, Py_ssize_t rounds):
-    """Runs `rounds` of register-only multiply-adds on every thread; returns how many were done in all."""
-    cdef probe_job job
-    cdef float sink
-    job.isa, job.n = kernels_of(isa), rounds
-    cdef int threads = threads_for(1 << 60)
-    run(&probe_fma_item, &job, threads, threads, False)
-    return threads * rounds * job.isa.probe_fma(&sink, 1)
-
-
-cdef void probe_read_item(const void *job_, Py_ssize_t item, int thread) noexcept nogil:
-    cdef const probe_job *job = <const probe_job *>job_
-    cdef Py_ssize_t start = job.n * item // job.items, end = job.n * (item + 1) // job.items
-    cdef float sink
-    if end > start:
-        sink = job.isa.probe_read(job.s + start, end - start)
-        if sink == 1e30:  # never, but the compiler cannot know
-            job.s[start] = sink
-
-
-cdef void probe_idot_item(const void *job_, Py_ssize_t item, int thread) noexcept nogil:
+cdef void idot_item(const void *job_, Py_ssize_t item, int thread) noexcept nogil:
     cdef const probe_job *job = <const probe_job *>job_
     cdef float sink
     job.isa.probe_idot(&sink, job.n)
 
 
-def probe_read(int isa, s):
-    """Reads contiguous float32 once, on the threads that a large call would use."""
+cdef int one_pass(kda_task_fn *task, int isa, s) except -1:
+    """Every element of contiguous float32 once, on the threads that a large call would use."""
     cdef _Buffers buffers = _Buffers()
     cdef kda_tensor t
     cdef probe_job job
@@ -650,14 +623,35 @@ def probe_read(int isa, s):
     job.isa, job.s, job.n = kernels_of(isa), <float *>t.data, s.shape[0]
     cdef int threads = threads_for(job.n)
     job.items = 32 * threads
-    run(&probe_read_item, &job, job.items, threads, False)
+    run(task, &job, job.items, threads, False)
+    return 0
+
+
+cdef int on_every_thread(kda_task_fn *task, int isa, Py_ssize_t rounds) except -1:
+    cdef probe_job job
+    job.isa, job.n = kernels_of(isa), rounds
+    cdef int threads = threads_for(1 << 60)
+    run(task, &job, threads, threads, False)
+    return threads
+
+
+def probe_update(int isa, s):
+    """s = s * 0.99 + 0.01 in place over contiguous float32."""
+    one_pass(&update_item, isa, s)
+
+
+def probe_read(int isa, s):
+    """Read contiguous float32."""
+    one_pass(&read_item, isa, s)
+
+
+def probe_fma(int isa, Py_ssize_t rounds):
+    """`rounds` of register-only multiply-adds on every thread; returns how many were done in all."""
+    cdef float sink
+    return on_every_thread(&fma_item, isa, rounds) * rounds * kernels_of(isa).probe_fma(&sink, 1)
 
 
 def probe_idot(int isa, Py_ssize_t rounds):
-    """Runs `rounds` of register-only int8 multiply-adds on every thread; returns how many were done in all."""
-    cdef probe_job job
+    """`rounds` of register-only int8 multiply-adds on every thread; returns how many were done in all."""
     cdef float sink
-    job.isa, job.n = kernels_of(isa), rounds
-    cdef int threads = threads_for(1 << 60)
-    run(&probe_idot_item, &job, threads, threads, False)
-    return threads * rounds * job.isa.probe_idot(&sink, 1)
+    return on_every_thread(&idot_item, isa, rounds) * rounds * kernels_of(isa).probe_idot(&sink, 1)
