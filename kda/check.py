@@ -1,4 +1,4 @@
-"""Does every kernel of this machine compute KDA? `kda check` asks on seeded inputs and on stored results.
+"""Does every kernel of this machine compute KDA, and IDOT? `kda check` asks on seeded inputs and on stored results.
 
 Every case is compared with the float64 reference, or with the float32 results that the kernels of
 flash-linear-attention 0.6.0 gave (data/golden); the delta rule in both forms, token by token and in blocks. An
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kda import ops, reference
+from kda.quant import QuantizedMatrix
 from kda.runtime import get_num_threads, isas, set_num_threads
 
 GOLDEN = ["softplus_D60_noh0", "softplus_gva_T70", "lb5_varlen"]
@@ -53,6 +54,16 @@ class Case:
             args["state"] = args["state"].copy()
             return op(**args, isa=isa), args["state"]
         return (op(**args, isa=isa), None) if self.S is None else op(**args, isa=isa)
+
+
+class Product(Case):
+    """A product with a quantised matrix: op "matmul", args x and those of QuantizedMatrix.from_codes."""
+
+    def run(self, isa: str) -> tuple[Any, Any]:
+        """(y, None) of one ISA."""
+        args = dict(self.args)
+        x = args.pop("x")
+        return QuantizedMatrix.from_codes(**args, isa=isa).matmul(x), None
 
 
 @dataclass(frozen=True)
@@ -181,6 +192,27 @@ def epilogues() -> Iterator[Case]:
         yield Case(f"gated norm, {activation}", "rms_norm_gated", args, reference.rms_norm_gated(**args))
 
 
+def products() -> Iterator[Case]:
+    """Products with quantised matrices of an odd shape, for one token and for blocks of them.
+
+    Codes of every value, drawn here: quantising would leave some out.
+    """
+    rng = np.random.default_rng(9)
+    N, K, T = 77, 333, 13
+    for bits in (8, 4):
+        for group in (128, 32):
+            groups = -(-K // group)
+            scales = rng.uniform(-0.1, 0.1, (N, groups)).astype(np.float16)
+            codes = rng.integers(0, 256, (N, groups * group * bits // 8)).astype(np.int8 if bits == 8 else np.uint8)
+            x = rng.standard_normal((T, K)).astype(np.float32)
+            want = reference.quantized_matmul(x, codes, scales, bits)
+            for tokens in (1, T):
+                args = {"x": x[:tokens], "codes": codes, "scales": scales, "shape": (N, K), "bits": bits,
+                        "group_size": group}
+                yield Product(f"IDOT, {bits} bits, groups of {group}, {tokens} token{'s' if tokens > 1 else ''}",
+                              "matmul", args, want[:tokens])
+
+
 @cache
 def cases() -> tuple[Case, ...]:
     """The stored results, then the seeded inputs with their float64 results; computed once."""
@@ -193,14 +225,14 @@ def cases() -> tuple[Case, ...]:
         if "64 tokens" in name:
             args = args | {"precision": "bf16"}
             found.append(Case(f"{name}, in blocks of bf16", "chunk_kda", args, o, S, BF16, BF16))
-    return (*found, *epilogues())
+    return (*found, *epilogues(), *products())
 
 
 def run(names: list[str] | None = None,
         progress: Callable[[int, int, str], None] | None = None) -> tuple[list[Result], float]:
     """Every case on every ISA of `names` (default: all that run here), and the seconds it took.
 
-    The last rows compare 1 thread with all of them, bit for bit.
+    The last rows compare 1 thread with all of them, and IDOT with the scalar kernels, bit for bit.
     """
     names = names or [name for name, runs_here in isas().items() if runs_here]
     start, results = perf_counter(), []
@@ -212,6 +244,7 @@ def run(names: list[str] | None = None,
             results.append(Result(case.name, isa, error(o, case.o), case.o_bound, error(S, case.S), case.S_bound))
     large = [case for case in cases() if "64 tokens" in case.name]
     results += [same_on_all_threads(case, isa) for case in large for isa in names]
+    results += [same_on_every_isa(case, isa) for case in cases() if isinstance(case, Product) for isa in names]
     if progress:
         progress(len(cases()), len(cases()), "done")
     return results, perf_counter() - start
@@ -227,6 +260,13 @@ def same_on_all_threads(case: Case, isa: str) -> Result:
     finally:
         set_num_threads(before)
     return Result(f"{case.name}: 1 thread = {before} threads", isa, error(o1, o), 0.0, error(S1, S), 0.0)
+
+
+def same_on_every_isa(case: Case, isa: str) -> Result:
+    """Error 0 if a case gives the same bits as the scalar kernels, infinity if not."""
+    (o, _), (scalar, _) = case.run(isa), case.run("scalar")
+    return Result(f"{case.name}: same bits as scalar", isa, 0.0 if o.tobytes() == scalar.tobytes() else math.inf, 0.0,
+                  0.0, 0.0)
 
 
 def render(results: list[Result], seconds: float) -> str:

@@ -162,3 +162,23 @@ def rms_norm_gated(x: ArrayLike, gate: ArrayLike, weight: ArrayLike, eps: float 
     x = np.asarray(x, np.float64)
     y = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * np.asarray(weight, np.float64)
     return y * (sigmoid(gate) if activation == "sigmoid" else silu(gate))
+
+
+def quantized_matmul(x: ArrayLike, codes: ArrayLike, scales: ArrayLike, bits: int = 8) -> F64:
+    """x [..., K] float32 times the transpose of canonical Q8G or Q4G codes and scales [N, groups] (quant.py): [..., N].
+
+    x is quantised by token and group: scale = max|x| / 127, code = x * (127 / max|x|) to nearest, ties to even, each
+    operation in float32, because a code that falls on the other side of a tie is another code.
+    """
+    packed, weight_scales = np.asarray(codes), np.asarray(scales, np.float64)
+    if bits == 4:  # two codes in a byte, each plus 8, the lower column in the low nibble
+        packed = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1).astype(np.int8) - 8
+    weights = packed.reshape(*weight_scales.shape, -1) * weight_scales[:, :, None]
+    rows = np.asarray(x, np.float32)
+    N, groups, size = weights.shape
+    rows = np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, groups * size - rows.shape[-1])])
+    grouped = rows.reshape(*rows.shape[:-1], groups, size)
+    most = np.abs(grouped).max(-1, keepdims=True)
+    inverse = np.float32(127) / np.where(most > 0, most, np.float32(1))
+    activations = np.rint(grouped * inverse).astype(np.float64) * (most / np.float32(127)).astype(np.float64)
+    return activations.reshape(rows.shape) @ weights.reshape(N, -1).T

@@ -100,6 +100,7 @@ def test_check_passes_and_covers_every_isa(capsys):
     assert err == ""  # no progress bar where stderr is not a terminal
     for case in ("softplus gate", "bounded gate", "GVA", "K 60, V 100", "varlen", "float16", "bfloat16", "-inf",
                  "bfloat16, in blocks", "in blocks of bf16", "short convolution", "gated norm, sigmoid",
+                 "IDOT, 8 bits, groups of 128, 1 token", "IDOT, 4 bits, groups of 32, 13 tokens: same bits as scalar",
                  *check.GOLDEN):
         assert case in out
 
@@ -146,6 +147,24 @@ def test_check_covers_every_function(monkeypatch, name, case):
     failed = {r.case for r in results if not r.passed}
     assert case in failed
     assert len(failed) < len(results)
+
+
+def test_check_covers_products(monkeypatch):
+    """A wrong product is off from the definition on every ISA; one that differs in the last bit only from scalar."""
+    right = kda.QuantizedMatrix.matmul
+    monkeypatch.setattr(kda.QuantizedMatrix, "matmul", lambda self, x: np.float32(1.0001) * right(self, x))
+    failed = {r.case for r in check.run(["scalar"])[0] if not r.passed}
+    assert len(failed) == 8
+    assert all(name.startswith("IDOT") and "same bits" not in name for name in failed)
+
+    def other(self, x):
+        return right(self, x) if self.isa == "scalar" else np.nextafter(right(self, x), np.float32(9))
+
+    monkeypatch.setattr(kda.QuantizedMatrix, "matmul", other)
+    for isa in HERE:
+        failed = {r.case for r in check.run([isa])[0] if not r.passed}
+        assert len(failed) == (0 if isa == "scalar" else 8)
+        assert all(name.startswith("IDOT") and name.endswith("same bits as scalar") for name in failed)
 
 
 @pytest.mark.skipif(not OPENMP, reason="built without threads: there is nothing to compare")

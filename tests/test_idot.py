@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kda
-from kda import QuantizedMatrix, _core
+from kda import QuantizedMatrix, _core, reference
 
 FORMS = [(bits, group) for bits in (8, 4) for group in (32, 64, 128)]
 SHAPES = [(1, 1), (3, 31), (5, 33), (16, 64), (17, 129), (64, 128), (70, 300)]
@@ -127,6 +127,20 @@ def test_same_bits_on_every_isa_and_any_number_of_threads(threads, bits, group):
             assert same_bits(m.scales, scales)
             for T in (1, 5, 27):
                 assert same_bits(m.matmul(x[:T]), y[:T])
+
+
+def test_the_reference_by_hand():
+    """Two groups of 32, one of them padded; x's scales are 1 and 2, and its ties go to even."""
+    x = np.zeros((1, 34), np.float32)
+    x[0, [0, 1, 2, 32, 33]] = 127, 2.5, -3.5, 254, -5  # codes 127, 2, -4; 127, -2
+    codes = np.zeros((1, 64), np.int8)
+    codes[0, [0, 1, 2, 32, 33]] = 1, 10, -128, 2, 3
+    want = 0.5 * (127 + 20 + 512) + 2 * 4 * (254 - 6)
+    assert reference.quantized_matmul(x, codes, np.array([[0.5, 4]], np.float16)) == want
+    nibbles = np.full((1, 32), 0x88, np.uint8)
+    nibbles[0, [0, 1, 16]] = 0xF9, 0x80, 0x6A  # 1, 7; -8, 0; 2, -2
+    want = 0.5 * (127 + 14 + 32) + 2 * 4 * (254 + 4)
+    assert reference.quantized_matmul(x, nibbles, np.array([[0.5, 4]], np.float16), 4) == want
 
 
 def test_any_leading_shape(isa):
