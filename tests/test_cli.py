@@ -199,10 +199,12 @@ def test_relative_error():
 SMALL = [counts.Shape("small", 2, 2, 16, 24), counts.Shape("small", 2, 4, 16, 24, layers=3)]
 WORKS = [lambda: work.Decode(SMALL[0]), lambda: work.Decode(SMALL[1]), lambda: work.Prefill(SMALL[0], 40),
          lambda: work.Layer(SMALL[0], 1), lambda: work.Layer(SMALL[0], 40), lambda: work.Conv(48, 1),
-         lambda: work.Conv(48, 20), lambda: work.Norm(2, 24, 20)]
+         lambda: work.Conv(48, 20), lambda: work.Norm(2, 24, 20),
+         lambda: work.Product(300, 200, 8, 1), lambda: work.Product(300, 200, 4, 20)]
 NAMES = ["small, 1 layer", "small, 3 layers", "small, 1 layer, 40 tokens", "small, 1 layer, fused, 1 token",
          "small, 1 layer, fused, 40 tokens", "short convolution, 48 channels, 1 token",
-         "short convolution, 48 channels, 20 tokens", "gated norm, 2 heads of 24, 20 tokens"]
+         "short convolution, 48 channels, 20 tokens", "gated norm, 2 heads of 24, 20 tokens",
+         "Q8G, 300 x 200, 1 token", "Q4G, 300 x 200, 20 tokens"]
 
 
 @pytest.fixture
@@ -231,7 +233,10 @@ def test_bench_json(small, capsys):
         assert min(shares) > 0
         if row["kind"] == "decode":
             assert row["traffic_bytes_per_token"] == row["layers"] * row["heads"] * 16 * 24 * 8
-        if row["kind"] != "epilogue":
+        if row["kind"] == "idot":
+            assert row["mac_per_token"] == 300 * 200
+            assert row["GMAC_per_s"] * row["us_per_token"] * 1e3 == pytest.approx(300 * 200)
+        elif row["kind"] != "epilogue":
             assert row["mac_per_token"] == row["layers"] * row["heads"] * 3 * 16 * 24
             assert row["flop_per_token"] == 2 * row["mac_per_token"]
             assert row["GFLOP_per_s"] * row["us_per_token"] * 1e3 == pytest.approx(row["flop_per_token"])
@@ -251,7 +256,7 @@ def test_bench_tables(small, capsys):
     assert all(name in text for name in NAMES)
     assert main(["bench", "--quick", "-o", "md"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    firsts = {kinds: NAMES[i] for kinds, i in zip(bench.TABLES, (0, 2, 5), strict=True)}
+    firsts = {kinds: NAMES[i] for kinds, i in zip(bench.TABLES, (0, 2, 5, 8), strict=True)}
     for kinds, first in firsts.items():
         start = lines.index(heads(kinds))
         assert lines[start + 1].count("|") == lines[start].count("|") == lines[start + 2].count("|")
@@ -287,7 +292,7 @@ class Named:
 @pytest.fixture
 def planned(monkeypatch):
     """plan_rows as tuples (class, arguments)."""
-    for kind in ("Decode", "Prefill", "Layer", "Conv", "Norm"):
+    for kind in ("Decode", "Prefill", "Layer", "Conv", "Norm", "Product"):
         monkeypatch.setattr(bench, kind, Named(kind))
 
     def plan(quick):
@@ -302,13 +307,17 @@ DECODE = [("Decode", counts.KIMI_LINEAR_LAYER, None), ("Decode", counts.KIMI_LIN
 BLOCKS = [("Prefill", counts.KIMI_LINEAR_LAYER, T, None) for T in (64, 1024)]
 REST = [("Layer", counts.KIMI_LINEAR_LAYER, 1, None), ("Layer", counts.KIMI_LINEAR_LAYER, 1024, None),
         ("Conv", 12288, 1, None), ("Conv", 12288, 1024, None), ("Norm", 32, 128, 1024, None)]
+IDOT = [("Product", N, K, bits, 1, None) for N, K in ((4096, 2304), (2304, 4096), (12704, 2304), (12288, 7168))
+        for bits in (8, 4)]
+MANY = [("Product", 4096, 2304, bits, 512, None) for bits in (8, 4)]
 
 
 def test_bench_runs_the_models(planned):
     works, left_out = planned(quick=True)
-    assert works == [*DECODE, *BLOCKS, *REST]
+    assert works == [*DECODE, *BLOCKS, *REST, *IDOT[:2], *MANY]
     assert left_out == ["Kimi K3, 69 layers: left out by --quick",
-                        "Kimi-Linear, 1 layer, 8,192 tokens: left out by --quick"]
+                        "Kimi-Linear, 1 layer, 8,192 tokens: left out by --quick",
+                        "IDOT of other shapes: left out by --quick"]
 
 
 def test_bench_takes_what_memory_allows(monkeypatch, planned):
@@ -316,13 +325,13 @@ def test_bench_takes_what_memory_allows(monkeypatch, planned):
     works, left_out = planned(quick=False)
     assert left_out == []
     assert works == [*DECODE, ("Decode", counts.K3, None), *BLOCKS,
-                     ("Prefill", counts.KIMI_LINEAR_LAYER, 8192, None), *REST]
+                     ("Prefill", counts.KIMI_LINEAR_LAYER, 8192, None), *REST, *IDOT, *MANY]
     monkeypatch.setattr(bench, "available_bytes", lambda: 1_342_177_279)
     assert planned(quick=False)[1] == [
         "Kimi-Linear, 1 layer, 8,192 tokens: left out, it needs 671088640 bytes and only 1342177279 are free"]
     monkeypatch.setattr(bench, "available_bytes", lambda: 868_220_927)
     works, left_out = planned(quick=False)
-    assert works == [*DECODE, *BLOCKS, *REST]
+    assert works == [*DECODE, *BLOCKS, *REST, *IDOT, *MANY]
     assert left_out[0] == "Kimi K3, 69 layers: left out, it needs 434110464 bytes and only 868220927 are free"
 
 
@@ -375,6 +384,23 @@ def test_the_fused_layer_is_the_functions_one_by_one(T):
         assert np.array_equal(got, past)
 
 
+def test_products_cycle_over_more_than_the_caches_hold():
+    product = work.Product(1030, 640, 4, 2)
+    largest = max(kda.runtime.runtime_info()["caches"].values(), default=2**25)
+    assert len(product.matrices) * product.nbytes >= min(2 * largest, 2**29)
+    weights = product.matrices[0].dequantize()
+    assert np.array_equal(weights[1024:], weights[:6])
+    for i in range(1, 4):
+        product.matrices[i].matmul = lambda x, out, i=i: out.fill(i)
+    got = []
+    for _ in range(3):
+        product.run()
+        got.append(product.result[0, 0])
+    assert got == [1, 2, 3]
+    assert len(work.Product(1030, 640, 4, 512).matrices) == 1
+    assert product.reader()() > 0
+
+
 def test_long_prompts_repeat_their_tokens():
     prefill = work.Prefill(SMALL[0], work.DISTINCT + 7)
     for x in (prefill.q, prefill.k, prefill.v, prefill.g):
@@ -413,6 +439,13 @@ def test_the_fma_probe_takes_as_long_as_asked(isa):
     rounds = ceilings.fma_rounds(isa, ns=50_000)
     assert rounds >= 1000
     assert ceilings.fma_rate(rounds, isa) > 0
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_the_int8_probe_takes_as_long_as_asked(isa):
+    rounds = ceilings.idot_rounds(isa, ns=50_000)
+    assert rounds >= 1000
+    assert ceilings.idot_rate(rounds, isa) > 0
 
 
 def test_threads_are_restored():

@@ -18,29 +18,32 @@ import numpy as np
 import kda
 from kda.ops import aligned_empty
 from kda.perf import counts
-from kda.perf.ceilings import copier, fma_rate, fma_rounds, inplace_ns, threads
+from kda.perf.ceilings import copier, fma_rate, fma_rounds, idot_rate, idot_rounds, inplace_ns, threads
 from kda.perf.counts import Shape
-from kda.perf.work import Conv, Decode, Layer, Norm, Prefill, Work, of_tokens, title
+from kda.perf.work import Conv, Decode, Layer, Norm, Prefill, Product, Work, of_tokens, title
 from kda.runtime import get_num_threads, runtime_info
 
 # What each field of a row is, and which way is better. The JSON carries this text; a row has the fields of its kind.
 FIELDS = {
     "kind": "decode: the delta rule token by token; prefill: in blocks; layer: everything between a layer's "
-            "projections in one pass; epilogue: short convolution or gated norm",
+            "projections in one pass; epilogue: short convolution or gated norm; idot: a product with a quantised "
+            "matrix, int8 activations",
     "name": "model, how many of its KDA layers one token passes through, tokens per call",
     "threads": "threads used",
     "layers": "KDA layers",
     "heads": "value heads per layer",
     "K": "key dimension", "V": "value dimension",
+    "weight_rows": "rows of the quantised matrix", "weight_columns": "its columns",
+    "weight_bits": "bits of a code", "weight_group": "columns that share a scale",
     "tokens": "tokens in one call",
     "us_per_token": "microseconds per token, median; lower is better",
     "us_per_token_min": "microseconds per token, fastest sample; lower is better",
-    "mac_per_token": "MAC (multiply-adds) of the delta rule: 3*K*V per head",
+    "mac_per_token": "MAC (multiply-adds): of the delta rule 3*K*V per head, of IDOT rows * columns",
     "flop_per_token": "FLOP of the delta rule: 2 per MAC",
     "flop_per_token_with_decay": "FLOP with the K*V multiplications of the decay",
     "state_bytes": "bytes of float32 state",
-    "traffic_bytes_per_token": "bytes that must be read or written per token: the state once each way, or the "
-                               "epilogue's arrays",
+    "traffic_bytes_per_token": "bytes that must be read or written per token: the state once each way, the "
+                               "epilogue's arrays, or the quantised weights once per call",
     "GB_per_s": "traffic over time, 10^9 bytes per second, median; higher is better",
     "GFLOP_per_s": "flop_per_token over time, 10^9 per second, median; higher is better",
     "share_of_inplace": "time of s = a*s + b in place with the same traffic / time of the call, median of the "
@@ -50,6 +53,12 @@ FIELDS = {
     "share_of_fma_by_definition": "time of mac_per_token at the FMA peak / time per token, median of ratios; higher "
                                   "is better",
     "share_of_copy": "time of a copy with the same traffic / time of the call, median of ratios; higher is better",
+    "GMAC_per_s": "mac_per_token over time, 10^9 per second, median; higher is better",
+    "share_of_read": "time of reading as many bytes / time of the call, median of ratios; 1 is the limit of memory; "
+                     "higher is better",
+    "share_of_int8": "time of mac_per_token at the int8 peak / time per token, median of ratios; higher is better",
+    "read_us": "microseconds of the reading, median",
+    "int8_peak_GMAC_per_s": "10^9 int8 multiply-adds per second in registers, median; higher is better",
     "inplace_us": "microseconds of the in-place pass, median",
     "copy_us": "microseconds of the copy, median",
     "fma_peak_G_lanes_per_s": "10^9 multiply-add lanes per second at the FMA peak, median; higher is better",
@@ -89,6 +98,18 @@ def measure(work: Work, n_threads: int, isa: str | None = None, seconds: float =
                 copy_ns()
                 step, copies = sample([lambda: mean(times, copy_ns)])
             row = derive_bytes(work.nbytes, work.tokens, step, copies, "copy")
+        elif isinstance(work, Product) and work.tokens == 1:
+            read = work.reader()
+            step, reads = sample([lambda: mean(times, read)])
+            row = derive_product(work, step) | derive_bytes(work.nbytes, 1, step, reads, "read")
+        elif isinstance(work, Product):
+            rounds = idot_rounds(isa)
+            step, peak = sample([lambda: idot_rate(rounds, isa)])
+            row = derive_product(work, step) | {
+                "share_of_int8": statistics.median(
+                    work.N * work.K / f / t for f, t in zip(peak, step, strict=True)),
+                "int8_peak_GMAC_per_s": statistics.median(peak),
+            }
         else:
             raise TypeError(f"no limits for {type(work).__name__}")
     if not np.isfinite(work.result).all():
@@ -163,9 +184,9 @@ def derive_blocks(shape: Shape, tokens: int, token_ns: Sequence[float], peak: Se
 
 def derive_bytes(nbytes: int, tokens: int, token_ns: Sequence[float], limit_ns: Sequence[float],
                  limit: str) -> dict[str, Any]:
-    """The fields of an epilogue row: nbytes are read or written by a call of `tokens` tokens, and by the limit.
+    """The fields of a row that memory bounds: a call of `tokens` tokens reads or writes nbytes, and so does the limit.
 
-    limit: "inplace" or "copy".
+    limit: "inplace", "copy" or "read".
     """
     ns = statistics.median(token_ns)
     return {
@@ -177,6 +198,25 @@ def derive_bytes(nbytes: int, tokens: int, token_ns: Sequence[float], limit_ns: 
         f"share_of_{limit}": statistics.median(x / t / tokens for x, t in zip(limit_ns, token_ns, strict=True)),
         f"{limit}_us": statistics.median(limit_ns) / 1e3,
     }
+
+
+def derive_product(work: Product, token_ns: Sequence[float]) -> dict[str, Any]:
+    """The fields that every row of IDOT has, from nanoseconds per token."""
+    ns = statistics.median(token_ns)
+    return {
+        "weight_rows": work.N, "weight_columns": work.K, "weight_bits": work.bits, "weight_group": work.group,
+        "tokens": work.tokens,
+        "us_per_token": ns / 1e3,
+        "us_per_token_min": min(token_ns) / 1e3,
+        "mac_per_token": work.N * work.K,
+        "traffic_bytes_per_token": work.nbytes / work.tokens,
+        "GB_per_s": work.nbytes / work.tokens / ns,
+        "GMAC_per_s": work.N * work.K / ns,
+    }
+
+
+# Rows and columns: Kimi-Linear's q, k and v, its output, all its projections of the input as one; and K3's q, k and v.
+PRODUCTS = [(4096, 2304), (2304, 4096), (12704, 2304), (12288, 7168)]
 
 
 def plan_rows(quick: bool, isa: str | None = None) -> tuple[list[Callable[[], Work]], list[str]]:
@@ -196,8 +236,13 @@ def plan_rows(quick: bool, isa: str | None = None) -> tuple[list[Callable[[], Wo
         *(partial(Layer, layer, T, isa) for T in (1, 1024)),
         *(partial(Conv, counts.K3_LAYER.HV * counts.K3_LAYER.K, T, isa) for T in (1, 1024)),
         partial(Norm, layer.HV, layer.V, 1024, isa),
+        *(partial(Product, N, K, bits, 1, isa) for N, K in PRODUCTS[:1 if quick else None] for bits in (8, 4)),
+        *(partial(Product, *PRODUCTS[0], bits, 512, isa) for bits in (8, 4)),
     ]
-    return works, [f"{name}: left out{why}" for name, why in left_out.items()]
+    remarks = [f"{name}: left out{why}" for name, why in left_out.items()]
+    if quick:
+        remarks.append("IDOT of other shapes: left out by --quick")
+    return works, remarks
 
 
 def available_bytes() -> int | None:
@@ -222,7 +267,7 @@ def machine(isa: str | None) -> dict[str, Any]:
     }
 
 
-SECONDS = {"decode": 0.8, "prefill": 0.5, "layer": 0.5, "epilogue": 0.4}  # about, for each row
+SECONDS = {"decode": 0.8, "prefill": 0.5, "layer": 0.5, "epilogue": 0.4, "idot": 0.12}  # about, for each row
 
 
 def run(quick: bool = False, isa: str | None = None, progress: Callable[[int, int, str], None] | None = None,
@@ -296,6 +341,16 @@ TABLES: dict[tuple[str, ...], list[Column]] = {
         ("of its limit", lambda row: f"{row['share_of_copy']:.0%} of copy" if "share_of_copy" in row else
          f"{row['share_of_inplace']:.0%} of in-place"),
     ],
+    ("idot",): [
+        ("IDOT, groups of 128", lambda row: row["name"]),
+        ("threads", lambda row: str(row["threads"])),
+        ("us/token (min)", median_and_best),
+        ("MAC/token", lambda row: f"{row['mac_per_token']:,}"),
+        ("GMAC/s", lambda row: f"{row['GMAC_per_s']:.1f}"),
+        ("weights GB/s", lambda row: f"{row['GB_per_s']:.1f}"),
+        ("of its bound", lambda row: f"{row['share_of_read']:.0%} of read" if "share_of_read" in row else
+         f"{row['share_of_int8']:.0%} of int8 peak"),
+    ],
 }
 
 
@@ -319,6 +374,8 @@ NOTES = [
     "convolutions, norms, gates).",
     "of its limit: s = a*s + b over as many bytes, read and written, as the convolution must read or write; for the "
     "norm numpy's copy between two arrays of as many bytes.",
+    "of its bound: reading as many bytes as the quantised weights have, like them from memory; for many tokens int8 "
+    "multiply-adds in registers, as the 8-bit product makes them (4-bit codes can take fewer instructions: avx2).",
 ]
 
 

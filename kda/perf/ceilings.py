@@ -1,4 +1,4 @@
-"""What this machine does when nothing but the limit is in the way: two probes in the same C as the kernels, and a copy.
+"""What this machine does when nothing but the limit is in the way: probes in the same C as the kernels, and a copy.
 
 A ceiling says something about a kernel only when both are timed in the same process, alternating: on a shared
 machine either moves by tens of percent from second to second, and their ratio by a few.
@@ -38,14 +38,38 @@ def inplace_ns(s: NDArray[np.float32], isa: str | None = None) -> int:
     return perf_counter_ns() - start
 
 
+def read_ns(s: NDArray[np.float32], isa: str | None = None) -> int:
+    """Nanoseconds of reading contiguous float32 once. Ones are fast everywhere; subnormal numbers are not."""
+    row = isa_index(isa)
+    start = perf_counter_ns()
+    _core.probe_read(row, s)
+    return perf_counter_ns() - start
+
+
 def fma_rounds(isa: str | None = None, ns: int = 400_000) -> int:
     """Rounds of the FMA probe that take at least `ns`: long enough to hide the waking of threads."""
-    row, rounds = isa_index(isa), 500
+    return _rounds(_core.probe_fma, isa_index(isa), ns)
+
+
+def idot_rounds(isa: str | None = None, ns: int = 400_000) -> int:
+    """Rounds of the int8 probe that take at least `ns`."""
+    return _rounds(_core.probe_idot, isa_index(isa), ns)
+
+
+def idot_rate(rounds: int, isa: str | None = None) -> float:
+    """int8 multiply-adds per nanosecond over all threads, in registers, as the 8-bit product makes them."""
+    row = isa_index(isa)
+    start = perf_counter_ns()
+    return _core.probe_idot(row, rounds) / (perf_counter_ns() - start)
+
+
+def _rounds(probe: Callable[[int, int], int], row: int, ns: int) -> int:
+    rounds = 500
     start = end = perf_counter_ns()
     while end - start < ns:
         rounds *= 2
         start = perf_counter_ns()
-        _core.probe_fma(row, rounds)
+        probe(row, rounds)
         end = perf_counter_ns()
     return rounds
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import cycle
 from time import perf_counter_ns
 from typing import Any
 
@@ -16,7 +17,9 @@ from numpy.typing import NDArray
 import kda
 from kda import ops
 from kda.ops import aligned_empty
+from kda.perf.ceilings import read_ns
 from kda.perf.counts import Shape
+from kda.runtime import cache_sizes
 
 SEED = 20251030
 DISTINCT = 1024  # tokens that differ; a longer prompt repeats them, which costs no time to make
@@ -224,3 +227,40 @@ class Norm(Work):
 
     def run(self) -> None:
         kda.rms_norm_gated(self.x, self.gate, self.weight, out=self.result, isa=self.isa)
+
+
+class Product(Work):
+    """T tokens times a quantised matrix [N, K] (IDOT), each call with the next of several equal ones.
+
+    For up to 16 tokens the matrices together are twice the largest cache, so that the weights come from memory. Only
+    256 rows are random; they repeat, which costs no time to make.
+    """
+
+    kind = "idot"
+
+    def __init__(self, N: int, K: int, bits: int, T: int, isa: str | None = None, group: int = 128) -> None:
+        rng = Random()
+        self.name = f"Q{bits}G, {N} x {K}, {of_tokens(T)}" + ("" if group == 128 else f", groups of {group}")
+        self.N, self.K, self.bits, self.group, self.tokens, self.isa = N, K, bits, group, T, isa
+        small = kda.QuantizedMatrix.quantize(rng.normal(min(N, 256), K), bits, group, isa=isa)
+        codes, scales = small.codes, small.scales
+        codes, scales = np.resize(codes, (N, codes.shape[1])), np.resize(scales, (N, scales.shape[1]))
+        largest = max(cache_sizes().values(), default=2**25)
+        copies = max(2, -(-min(2 * largest, 2**29) // (codes.nbytes + scales.nbytes))) if T <= 16 else 1
+        self.matrices = [kda.QuantizedMatrix.from_codes(codes, scales, (N, K), bits, group, isa=isa)
+                         for _ in range(copies)]
+        self.nbytes = self.matrices[0].nbytes
+        self.x, self.result = rng.normal(T, K), np.empty((T, N), np.float32)
+        self._turn = 0
+
+    def run(self) -> None:
+        self._turn = (self._turn + 1) % len(self.matrices)
+        self.matrices[self._turn].matmul(self.x, out=self.result)
+
+    def reader(self) -> Callable[[], int]:
+        """A function that reads as many bytes as a call's weights, cycling as run() does: nanoseconds."""
+        n = self.nbytes // 4
+        ones = aligned_empty((len(self.matrices), n))
+        ones[:] = 1
+        turns = cycle(ones)
+        return lambda: read_ns(next(turns), self.isa)
