@@ -1,8 +1,8 @@
-"""What ONNX Runtime offers for the same work: LinearAttention and CausalConvWithState, without copies."""
+"""What ONNX Runtime offers for the same work, without copies: LinearAttention, CausalConvWithState, MatMulNBits."""
 
 import numpy as np
 import onnxruntime  # the `bench` extra brings it and onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 VERSION = f"ONNX Runtime {onnxruntime.__version__}"
 
@@ -90,3 +90,48 @@ class CausalConv(Stateful):
             bindings.append(bind(
                 session, {"x": (x, x.shape), "w": (weight, taps), "past": (self.states[source], state.shape)},
                 {"y": (self.y, x.shape), "present": (self.states[1 - source], state.shape)}))
+
+
+class MatMulNBits:
+    """x [T, K] times w [N, K], quantised in blocks of 128 to 8 or 4 bits, with int8 activations (accuracy_level=4).
+
+    A step multiplies by each of `copies` equal matrices: constants of the model, which the operator packs once.
+    """
+
+    NAME = f"{VERSION} MatMulNBits"
+
+    def __init__(self, w, bits, copies, team, block=128):
+        N, K = w.shape
+        middle = 1 << (bits - 1)  # the operator's zero point where none is given
+        blocks = w.reshape(N, K // block, block)
+        scales = np.abs(blocks).max(2) / np.float32(middle - 1)
+        codes = (np.rint(blocks / scales[:, :, None]) + middle).astype(np.uint8)
+        if bits == 4:
+            codes = codes[:, :, 0::2] | codes[:, :, 1::2] << 4
+        constants, nodes = [], []
+        for i in range(copies):
+            constants += [numpy_helper.from_array(codes, f"codes{i}"), numpy_helper.from_array(scales, f"scales{i}")]
+            nodes.append(helper.make_node(
+                "MatMulNBits", ["x", f"codes{i}", f"scales{i}"], [f"y{i}"], domain="com.microsoft", K=K, N=N,
+                bits=bits, block_size=block, accuracy_level=4))
+        self.names = [f"y{i}" for i in range(copies)]
+        graph = helper.make_graph(
+            nodes, "kda", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ("T", K))],
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, ("T", N)) for name in self.names], constants)
+        opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = team
+        # equal nodes stay apart: nothing may be shared between the copies
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        self.session = onnxruntime.InferenceSession(
+            helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString(), options,
+            providers=["CPUExecutionProvider"])
+        self.N = N
+
+    def take(self, x):
+        """From now on a step multiplies x, into y [T, N], which every copy writes."""
+        self.x, self.y = x, np.zeros((len(x), self.N), np.float32)
+        self.binding = bind(self.session, {"x": (x, x.shape)}, {name: (self.y, self.y.shape) for name in self.names})
+
+    def step(self):
+        self.session.run_with_iobinding(self.binding)
