@@ -1,7 +1,7 @@
 """What every benchmark shares: ISAs, threads, ceilings taken in turn with the thing measured, and a summary.
 
-    pytest benchmarks                          everything, some two minutes
-    pytest benchmarks --benchmark-disable      each once, with its checks of the results: some 20 seconds
+    pytest benchmarks                          everything, some three minutes
+    pytest benchmarks --benchmark-disable      each once, with its checks of the results: some 40 seconds
     pytest benchmarks --targets                and fail where a speed target is missed
 
 Each round of a benchmark first runs what it is compared with (the ceilings, or a rival), then the function
