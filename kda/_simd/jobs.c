@@ -45,7 +45,7 @@ static void span(const int64_t *cu_seqlens, ptrdiff_t n, ptrdiff_t T, ptrdiff_t 
 
 /* Rows of one head lie far apart, often by a power of two: no hardware prefetcher follows them, and many of
  * them share a cache set. So they are asked for a few tokens ahead, no earlier, and copied together. */
-enum { AHEAD = 4 };
+enum { AHEAD = 8 };
 #if defined(__GNUC__) || defined(__clang__)
 static void prefetch_row(const struct kda_tensor *x, const void *row, ptrdiff_t n) {
     ptrdiff_t bytes = n * (x->dtype == KDA_F32 ? 4 : 2);
