@@ -1,20 +1,24 @@
 /* avx2: AVX2 + FMA + F16C, 8 float lanes, 16 registers.
  *
- *   instruction          Haswell .. Skylake               Zen 2, Zen 3
- *   vfmadd231ps ymm      latency 5 / 4, 2 per cycle       latency 5 / 4, 2 per cycle, pipes shared with vmulps
- *   vpmaddubsw, vpmaddwd latency 5, 1 .. 2 per cycle      latency 3, 2 per cycle
- *   vdivps ymm           1 per 14 .. 5 cycles             1 per 5 cycles or so
- *   load, store ymm      2, 1 per cycle                   2, 1 per cycle
+ *   instruction           Haswell .. Skylake               Zen 2, Zen 3
+ *   vfmadd231ps ymm       latency 5 / 4, 2 per cycle       latency 5 / 4, 2 per cycle, pipes shared with vmulps
+ *   vpmaddubsw, vpmaddwd  latency 5, 1 .. 2 per cycle      latency 3, 2 per cycle
+ *   vdivps ymm            1 per 14 .. 5 cycles             1 per 5 cycles or so
+ *   load, store ymm       2, 1 per cycle                   2, 1 per cycle
  *
- * step    Per vector of S: 2 FMA and 1.5 loads (a row's two factors serve COLS = 4 vectors), then FMA,
- * multiplication, 1.5 loads and a store: the two multiply pipes, 2 cycles, while S is in L1. From L2 both passes
- * move 32 bytes a cycle and the time is 1.3 times that; from L3 and beyond it is the memory. block   Per k a tile
- * of MR x NR = 6 x 2 vectors: 8 loads for 12 FMA in 12 registers. The multiply pipes bind: 82 % of their peak
- * counted as 3 K V multiply-adds per token (Zen 3, K = V = 128); what the coefficients, the substitution and the
- * decay of S take makes up most of the rest. exp     22 instructions, 10 cycles a vector; sigmoid 15. The pipes
- * bind if the reorder buffer holds enough vectors: the wait from load to store is 60 to 80 cycles. idot    q8 per
- * vector of weights and token: a broadcast load, vpsignb, vpmaddubsw, vpmaddwd, vpaddd; the pipes of the two
- *         multiplications bind a full block, reading the weights binds one token.
+ * step. Per vector of S 2 FMA and 1.5 loads (a row's two factors serve COLS = 4 vectors), then FMA, multiplication,
+ * 1.5 loads and a store: the two multiply pipes, 2 cycles, while S is in L1. From L2 both passes move 32 bytes a
+ * cycle and take 1.3 times that; from L3 and beyond the memory binds.
+ *
+ * block. Per k a tile of MR x NR = 6 x 2 vectors: 8 loads for 12 FMA, the sums in 12 registers. The multiply pipes
+ * bind: a block alone in a loop reaches about 80 % of their peak, counted as 3 K V multiply-adds per token (Zen 3,
+ * K = V = 128); the coefficients, the substitution and the decay of S are most of the rest.
+ *
+ * exp, sigmoid. 22 instructions and 10 cycles a vector, 33 and 15: the pipes, as long as the reorder buffer holds
+ * enough vectors to cover a wait of 60 to 80 cycles from load to store.
+ *
+ * idot. Per vector of q8 weights and token a broadcast load, vpsignb, vpmaddubsw, vpmaddwd, vpaddd: the pipes of
+ * the two multiplications bind a full block; reading the weights binds one token.
  */
 #ifndef __AVX2__
 #error "isa_avx2.c needs -mavx2 -mfma -mf16c"

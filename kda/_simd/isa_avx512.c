@@ -5,13 +5,16 @@
  *   load, store zmm    2, 1 per cycle                             1, 1 per 2 cycles
  *   vscalefps zmm      latency 4: ldexp with the rounding and the subnormals done by the hardware
  *
- * step    Per vector of S: 2 FMA and 1.25 loads (a row's two factors serve COLS = 8 vectors; with V <= 128 that is
- * the whole row, so S is read in plain order), then FMA, multiplication, 1.25 loads and a store. The multiply pipes
- * bind, until the memory does. block   Per k a tile of MR x NR = 8 x 2 vectors: 10 loads for 16 FMA, no spills; two
- * FMA pipes would take 8 cycles, and a static analysis of the loop (llvm-mca, Skylake-X) says 9. idot    q8 without
- * VNNI turns a's signs under a mask, then vpmaddubsw, vpmaddwd, vpaddd as avx2 does.
+ * step. Per vector of S 2 FMA and 1.25 loads (a row's two factors serve COLS = 8 vectors; with V <= 128 that is the
+ * whole row, so S is read in plain order), then FMA, multiplication, 1.25 loads and a store. The multiply pipes
+ * bind until the memory does.
  *
- * No figure here has been measured: no machine with AVX-512 was at hand. The instructions have been run, emulated.
+ * block. Per k a tile of MR x NR = 8 x 2 vectors: 10 loads for 16 FMA, no spills. Two FMA pipes would take 8
+ * cycles; a static analysis of the loop (llvm-mca, Skylake-X) says 9.
+ *
+ * idot. Without VNNI a's signs are turned under a mask, then vpmaddubsw, vpmaddwd, vpaddd as on avx2.
+ *
+ * Nothing here has been timed: no machine with AVX-512 was at hand. The instructions have been run, emulated.
  */
 #ifndef __AVX512F__
 #error "isa_avx512.c needs -mavx512f -mavx512bw -mavx512vl -mavx512dq"

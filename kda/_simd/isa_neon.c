@@ -1,12 +1,15 @@
 /* neon: Advanced SIMD of ARMv8.0, 4 float lanes, 32 registers.
  *
- *   instruction      Cortex-A53   Cortex-A76      Neoverse N1/V1, Apple M
- *   fmla 4s          4-8, 1       4, 2            4, 2 / 4                    (latency, per cycle)
- *   ldr q / str q    1 / 1        2 / 1..2        2..3 / 2
+ *   instruction, latency and per cycle   Cortex-A53   Cortex-A76   Neoverse N1/V1, Apple M
+ *   fmla 4s                              4-8, 1       4, 2         4, 2 / 4
+ *   ldr q, str q per cycle               1, 1         2, 1..2      2..3, 2
  *
- * step    Per vector of S: 2 fmla and 1.25 loads (a row's two factors serve COLS = 8 vectors), then fmla,
- * fmul, 1.25 loads and a store: the multiply pipes, until the memory binds. block   Per k a tile of MR x NR = 8 x 2
- * vectors: 10 loads for 16 fmla. idot    q8 without sdot: two smull, addp, sadalp per vector of weights and token.
+ * step. Per vector of S 2 fmla and 1.25 loads (a row's two factors serve COLS = 8 vectors), then fmla, fmul, 1.25
+ * loads and a store: the multiply pipes until the memory binds.
+ *
+ * block. Per k a tile of MR x NR = 8 x 2 vectors: 10 loads for 16 fmla.
+ *
+ * idot. Without sdot two smull, addp, sadalp per vector of q8 weights and token.
  *
  * Not timed: so far it has run emulated only.
  */
