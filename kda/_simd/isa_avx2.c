@@ -163,6 +163,7 @@ KDA_INLINE i32xw ivquad(const int8_t *p) {
 }
 KDA_INLINE i32xw ivlow(i32xw w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
 KDA_INLINE i32xw ivhigh(i32xw w) { return _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(15)); }
+KDA_INLINE i32xw ivadd(i32xw a, i32xw b) { return _mm256_add_epi32(a, b); }
 KDA_INLINE i32xw ivsub(i32xw a, i32xw b) { return _mm256_sub_epi32(a, b); }
 KDA_INLINE f32xw ivtof(i32xw x) { return _mm256_cvtepi32_ps(x); }
 KDA_INLINE void vtoi8(int8_t *p, f32xw x) {

@@ -130,6 +130,7 @@ KDA_INLINE i32xw ivquad(const int8_t *p) {
 }
 KDA_INLINE i32xw ivlow(i32xw w) { return vreinterpretq_s32_u8(vandq_u8(vreinterpretq_u8_s32(w), vdupq_n_u8(15))); }
 KDA_INLINE i32xw ivhigh(i32xw w) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(w), 4)); }
+KDA_INLINE i32xw ivadd(i32xw a, i32xw b) { return vaddq_s32(a, b); }
 KDA_INLINE i32xw ivsub(i32xw a, i32xw b) { return vsubq_s32(a, b); }
 KDA_INLINE f32xw ivtof(i32xw x) { return vcvtq_f32_s32(x); }
 KDA_INLINE void vtoi8(int8_t *p, f32xw x) {
