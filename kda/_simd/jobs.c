@@ -175,6 +175,7 @@ static void prepare_block(const struct kda_job *job, const struct delta_item *it
     }
     for (ptrdiff_t i = 0; i < tokens; i++) {
         ptrdiff_t row = it->row, now = t + i, ahead = now + AHEAD;
+        prefetch_row(&job->o, at(&job->o, row, now, it->hv, it->j0), it->columns); /* written after the block */
         if (ahead < it->t1) {
             prefetch_row(&job->q, at(&job->q, row, ahead, it->h, 0), K);
             prefetch_row(&job->k, at(&job->k, row, ahead, it->h, 0), K);
