@@ -1,7 +1,7 @@
 """Write the measured tables into README.md, between its markers, from the files in benchmarks/results.
 
     kda bench -o json > benchmarks/results/bench.json
-    pytest benchmarks --benchmark-json=benchmarks/results/rivals.json
+    pytest benchmarks/test_rivals.py benchmarks/test_epilogue.py --benchmark-json=benchmarks/results/rivals.json
     python benchmarks/render.py
 """
 
@@ -30,7 +30,7 @@ def tables():
     """The text between the markers."""
     ours = json.loads((RESULTS / "bench.json").read_text())
     others = json.loads((RESULTS / "rivals.json").read_text())
-    where = f"`pytest benchmarks`, {others['datetime'][:10]}, the same machine, ISA " \
+    where = f"`pytest benchmarks/test_rivals.py benchmarks/test_epilogue.py`, {others['datetime'][:10]}, the same machine, ISA " \
             f"{others['machine_info']['isa']}; in turn in one process, ratios of neighbouring rounds (median):"
     return "\n\n".join([bench.render(ours, "md"), where, rivals(others)])
 
