@@ -30,8 +30,9 @@ def tables():
     """The text between the markers."""
     ours = json.loads((RESULTS / "bench.json").read_text())
     others = json.loads((RESULTS / "rivals.json").read_text())
-    where = f"`pytest benchmarks/test_rivals.py benchmarks/test_epilogue.py`, {others['datetime'][:10]}, the same machine, ISA " \
-            f"{others['machine_info']['isa']}; in turn in one process, ratios of neighbouring rounds (median):"
+    where = f"`pytest benchmarks/test_rivals.py benchmarks/test_epilogue.py`, {others['datetime'][:10]}, the same " \
+            f"machine, ISA {others['machine_info']['isa']}; in turn in one process, ratios of neighbouring rounds " \
+            "(median):"
     return "\n\n".join([bench.render(ours, "md"), where, rivals(others)])
 
 
