@@ -142,6 +142,12 @@ class QuantizedMatrix:
                 raise ValueError(f"matrices[{i}]: expected K, bits, group_size = {first.shape[1]}, {first.bits}, "
                                  f"{first.group_size}, got {m.shape[1]}, {m.bits}, {m.group_size}")
         N = sum(m.shape[0] for m in matrices)
+        lanes = _core.matrix_layout(first._row)[0]
+        if all(m.isa == first.isa and m.shape[0] % lanes == 0 for m in matrices):  # whole tiles: they just follow
+            self = cls._blank((N, first.shape[1]), first.bits, first.group_size, first.isa)
+            np.concatenate([m._codes for m in matrices], out=self._codes)
+            np.concatenate([m._scales for m in matrices], out=self._scales)
+            return self
         return cls.from_codes(np.concatenate([m.codes for m in matrices]), np.concatenate([m.scales for m in matrices]),
                               (N, first.shape[1]), first.bits, first.group_size, isa=first.isa)
 

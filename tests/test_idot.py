@@ -485,14 +485,15 @@ def test_any_shape(N, K, form, T, seed, isa):
 
 # ---- concatenating and keeping ----
 
+@pytest.mark.parametrize("rows", [(5, 16, 1, 33), (16, 48, 32)], ids=["odd", "whole_tiles"])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_concatenate(isa, bits):
+def test_concatenate(isa, bits, rows):
     rng = np.random.default_rng(14)
     parts = [QuantizedMatrix.quantize(rng.standard_normal((n, 100)).astype(np.float32), bits, 32, isa=isa)
-             for n in (5, 16, 1, 33)]
+             for n in rows]
     whole = QuantizedMatrix.concatenate(parts)
     x = rng.standard_normal((3, 100)).astype(np.float32)
-    assert whole.shape == (55, 100)
+    assert whole.shape == (sum(rows), 100)
     assert whole.isa == isa
     assert same_bits(whole.matmul(x), np.concatenate([m.matmul(x) for m in parts], axis=1))
     assert same_bits(whole.codes, np.concatenate([m.codes for m in parts]))
