@@ -12,7 +12,7 @@ from kda.perf.work import nanoseconds
 
 ISAS = [name for name, runs_here in kda.isas().items() if runs_here]
 THREADS = sorted({1, kda.get_num_threads()})
-BETWEEN = 0.12  # seconds for another library's threads to stop spinning: at 0.02 two threads still ran 3 times slower
+BETWEEN = 0.12  # seconds for another library's threads to stop spinning; two threads still suffer, see README
 
 
 def beside_ceilings(benchmark, shape, isa, team, run, state, tokens, rounds):
