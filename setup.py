@@ -22,7 +22,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError
 
 SIMD = Path("kda/_simd")
-BASE_SOURCES = ["cpu.c", "dispatch.c", "threads.c", "jobs.c", "quant.c"]
+BASE_SOURCES = ["cpu.c", "dispatch.c", "threads.c", "jobs.c", "quant.c", "dense.c"]
 MACHINES = {"amd64": "X86_64", "x86_64": "X86_64", "aarch64": "AARCH64", "arm64": "AARCH64"}
 ABI3 = os.environ.get("KDA_ABI3", "1") != "0" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 

@@ -7,7 +7,7 @@ ops.py (native byte order, aligned, last axis contiguous, bfloat16 as its uint16
 here is a bug above, not a user's mistake, so the messages are short.
 """
 from cpython.buffer cimport (
-    PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
+    PyBUF_FORMAT, PyBUF_ND, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
@@ -67,7 +67,7 @@ def kernel_addresses(int isa):
         "probe_update": <size_t>t.probe_update, "probe_fma": <size_t>t.probe_fma,
         "probe_read": <size_t>t.probe_read, "probe_idot": <size_t>t.probe_idot,
         "quantize": <size_t>t.quantize, "amax": <size_t>t.amax, "encode": <size_t>t.encode,
-        "idot_q8": <size_t>t.idot_q8, "idot_q4": <size_t>t.idot_q4,
+        "idot_q8": <size_t>t.idot_q8, "idot_q4": <size_t>t.idot_q4, "dense": <size_t>t.dense,
     }
 
 
@@ -115,13 +115,16 @@ cdef class _Buffers:
     cdef Py_buffer views[BUFFERS]
     cdef int count
     cdef void *memory
+    cdef void *addresses
 
     def __cinit__(self):
         self.count = 0
         self.memory = NULL
+        self.addresses = NULL
 
     def __dealloc__(self):
         free(self.memory)
+        free(self.addresses)
         for i in range(self.count):
             PyBuffer_Release(&self.views[i])
 
@@ -131,6 +134,12 @@ cdef class _Buffers:
         if self.memory == NULL:
             raise MemoryError(f"scratch for {threads} threads: {threads * floats * 4} bytes")
         return <float *>(<size_t>self.memory + 63 & ~<size_t>63)
+
+    cdef void **pointers(self, Py_ssize_t n) except NULL:
+        self.addresses = malloc(<size_t>n * sizeof(void *))
+        if self.addresses == NULL:
+            raise MemoryError(f"{n} pointers")
+        return <void **>self.addresses
 
     cdef Py_buffer *get(self, x, bint writable) except NULL:
         cdef Py_buffer *view = &self.views[self.count]
@@ -273,19 +282,11 @@ cdef int state(_Buffers buffers, kda_tensor *t, x, tuple shape, bint writable) e
     return 0
 
 
-def delta(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
-          double scale, double lower_bound, double eps, int flags, bint chunked, states, Py_ssize_t spacing,
-          tuple conv=None, tuple norm=None):
-    """o [B,T,HV,V] and s_out [N,HV,K,V] from the rest; s_in None starts from zeros, s_in is s_out updates in place.
-
-    chunked takes KDA_BLOCK tokens together. states [N,n,HV,K,V] or None receives the state after every `spacing`
-    tokens of a sequence. conv: (taps [width * D], past, next [N,width-1,D]) for each of q, k, v.
-    norm: (gate [B,T,HV,V], weight [V], eps, activation).
-    """
-    cdef _Buffers buffers = _Buffers()
-    cdef kda_job job
-    cdef Py_ssize_t B, T, H, K, HV, V, N, n
-    memset(&job, 0, sizeof(job))
+cdef int projections(_Buffers buffers, kda_job *job, int isa, o, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
+                     double scale, double lower_bound, double eps, int flags, bint chunked) except -1:
+    """What delta and layer share: everything but the states. Sets job.splits to 1."""
+    cdef Py_ssize_t B, T, H, K, HV, V, N
+    memset(job, 0, sizeof(job[0]))
     job.isa = kernels_of(isa)
     B, T, H, K = q.shape
     HV, V = v.shape[2], v.shape[3]
@@ -298,54 +299,129 @@ def delta(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
     buffers.tensor(&job.beta, beta, (B, T, HV), 0, False)
     buffers.tensor(&job.o, o, (B, T, HV, V), 1, True)
     job.cu_seqlens = sequences(buffers, cu_seqlens, B, T, &N)
-    state(buffers, &job.s_out, s_out, (N, HV, K, V), True)
-    if s_in is not None:
-        state(buffers, &job.s_in, s_in, (N, HV, K, V), False)
-    if states is not None:
-        n = states.shape[1]
-        state(buffers, &job.states, states, (N, n, HV, K, V), True)
-        if spacing < 1 or n * spacing < longest(&job, N, T) // spacing * spacing:
-            raise ValueError("states: too few checkpoints")
     job.A_log = buffers.optional(A_log, HV)
     job.dt_bias = buffers.optional(dt_bias, HV * K)
     job.N, job.T, job.H, job.HV, job.K, job.V = N, T, H, HV, K, V
     job.scale, job.lower_bound, job.eps, job.flags = scale, lower_bound, eps, flags
-    job.block, job.spacing = KDA_BLOCK if chunked else 1, spacing
-    cdef int threads = threads_for(<long long>max(B * T, N) * HV * K * V)
+    job.block = KDA_BLOCK if chunked else 1
     job.splits = 1
-    if norm is not None:
-        gate, weight, norm_eps, norm_activation = norm
-        buffers.tensor(&job.o_gate, gate, (B, T, HV, V), 1, False)
-        job.norm_weight = buffers.floats(weight, V)
-        job.norm_eps, job.norm_activation = norm_eps, norm_activation
-    elif threads > 1 and N * HV < threads:  # columns of S are independent: let threads share a head
-        job.splits = min((threads + N * HV - 1) // max(N * HV, 1), (V + 15) // 16)
-    if conv is not None:
-        job.conv_width = <int>(conv[0][0].shape[0] // (H * K))
-        if not 1 <= job.conv_width <= KDA_CONV_MAX:
-            raise ValueError("bad kernel width")
-        shared = HV > H or job.splits > 1  # several items read the history of one q/k head
-        short_conv(buffers, &job.conv_q, conv[0], N, job.conv_width, H * K, shared)
-        short_conv(buffers, &job.conv_k, conv[1], N, job.conv_width, H * K, shared)
-        short_conv(buffers, &job.conv_v, conv[2], N, job.conv_width, HV * V, False)
-    cdef Py_ssize_t items = kda_delta_items(&job)
+    return 0
+
+
+cdef int run_delta(_Buffers buffers, kda_job *job, int threads) except -1:
+    cdef Py_ssize_t items = kda_delta_items(job)
     threads = <int>max(1, min(<Py_ssize_t>threads, items))
-    job.scratch_floats = rounded(kda_delta_scratch(&job))
+    job.scratch_floats = rounded(kda_delta_scratch(job))
     job.scratch = buffers.scratch(threads, job.scratch_floats)
-    run(&kda_delta_item, &job, items, threads, job.cu_seqlens != NULL)
+    run(&kda_delta_item, job, items, threads, job.cu_seqlens != NULL and job.N > 1)
+    if kda_history_is_shared(job):
+        kda_keep_shared_histories(job)
+    return 0
 
 
-cdef int short_conv(_Buffers buffers, kda_short_conv *c, tuple arrays, Py_ssize_t N, int width, Py_ssize_t D,
-                    bint shared) except -1:
-    taps, past, next_ = arrays
-    if shared and past is next_:
-        raise ValueError("a shared history cannot be updated in place")
-    c.D = D
-    c.taps = buffers.floats(taps, width * D)
-    buffers.tensor(&c.past, past, (N, width - 1, D), 1, False)
-    buffers.tensor(&c.next, next_, (N, width - 1, D), 1, True)
-    if c.past.dtype != KDA_F32 or c.next.dtype != KDA_F32:
-        raise ValueError("a state is float32")
+def delta(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
+          double scale, double lower_bound, double eps, int flags, bint chunked, states, Py_ssize_t spacing):
+    """o [B,T,HV,V] and s_out [N,HV,K,V] from the rest; s_in None starts from zeros, s_in is s_out updates in place.
+
+    chunked takes KDA_BLOCK tokens together. states [N,n,HV,K,V] or None receives the state after every `spacing`
+    tokens of a sequence.
+    """
+    cdef _Buffers buffers = _Buffers()
+    cdef kda_job job
+    cdef Py_ssize_t n, heads
+    projections(buffers, &job, isa, o, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, eps, flags,
+                chunked)
+    cdef tuple shape = (job.N, job.HV, job.K, job.V)
+    state(buffers, &job.s_out, s_out, shape, True)
+    if s_in is not None:
+        state(buffers, &job.s_in, s_in, shape, False)
+    if states is not None:
+        n = states.shape[1]
+        state(buffers, &job.states, states, (job.N, n, job.HV, job.K, job.V), True)
+        if spacing < 1 or n * spacing < longest(&job, job.N, job.T) // spacing * spacing:
+            raise ValueError("states: too few checkpoints")
+    job.spacing = spacing
+    cdef int threads = threads_for(<long long>max(<Py_ssize_t>q.shape[0] * job.T, job.N) * job.HV * job.K * job.V)
+    heads = job.N * job.HV
+    if threads > 1 and heads < threads:  # columns of S are independent: let threads share a head
+        job.splits = min((threads + heads - 1) // max(heads, 1), (job.V + 15) // 16)
+    run_delta(buffers, &job, threads)
+
+
+def layer(int isa, o, states_in, states_out, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, double scale,
+          double lower_bound, double eps, int flags, bint chunked, tuple taps, gate, weight, double norm_eps,
+          int activation):
+    """Everything between a layer's projections. As delta, on one batch row of packed sequences, and:
+
+    states_in, states_out: for each sequence (S [HV,K,V] float32 or bfloat16 as uint16, histories float32
+    [(width - 1) * (2 * H * K + HV * V)]: taps by channels of q, then k, then v). They may be the same objects.
+    taps: [width * D] for q, k and v. gate [1,T,HV,V], weight [V]: the gated norm; gate None: o comes without it.
+    """
+    cdef _Buffers buffers = _Buffers()
+    cdef kda_job job
+    cdef Py_ssize_t D_qk, D_v, width, n
+    cdef void **pointers
+    projections(buffers, &job, isa, o, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, eps, flags,
+                chunked)
+    if job.cu_seqlens == NULL or len(states_in) != job.N or len(states_out) != job.N:
+        raise ValueError("expected a state for each sequence of cu_seqlens")
+    D_qk, D_v = job.H * job.K, job.HV * job.V
+    width = taps[0].shape[0] // D_qk
+    if not 1 <= width <= KDA_CONV_MAX:
+        raise ValueError("bad kernel width")
+    job.conv_width = <int>width
+    job.conv_q.taps, job.conv_q.D = buffers.floats(taps[0], width * D_qk), D_qk
+    job.conv_k.taps, job.conv_k.D = buffers.floats(taps[1], width * D_qk), D_qk
+    job.conv_v.taps, job.conv_v.D = buffers.floats(taps[2], width * D_v), D_v
+    job.conv_k.start, job.conv_v.start = (width - 1) * D_qk, 2 * (width - 1) * D_qk
+    if gate is not None:
+        buffers.tensor(&job.o_gate, gate, (1, job.T, job.HV, job.V), 1, False)
+        job.norm_weight = buffers.floats(weight, job.V)
+        job.norm_eps, job.norm_activation = norm_eps, activation
+    pointers = buffers.pointers(4 * job.N + 1)
+    job.rows.s_in, job.rows.s_out = pointers, pointers + job.N
+    job.rows.past, job.rows.next = <float **>(pointers + 2 * job.N), <float **>(pointers + 3 * job.N)
+    job.s_dtype = dtype_code(states_out[0][0]) if job.N else KDA_F32
+    for n in range(job.N):
+        row_state(&job, n, states_out[n], width, True)
+        if states_in[n] is states_out[n]:
+            job.rows.s_in[n], job.rows.past[n] = job.rows.s_out[n], job.rows.next[n]
+        else:
+            row_state(&job, n, states_in[n], width, False)
+    run_delta(buffers, &job, threads_for(<long long>max(job.T, job.N) * job.HV * job.K * job.V))
+
+
+cdef int dtype_code(x) except -1:
+    cdef Py_buffer view
+    PyObject_GetBuffer(x, &view, PyBUF_STRIDES | PyBUF_FORMAT)
+    try:
+        return dtype_of(&view)
+    finally:
+        PyBuffer_Release(&view)
+
+
+cdef void *whole(x, int dtype, Py_ssize_t n, bint writable) except? NULL:
+    """The n elements of a C-contiguous array. The buffer is let go: the caller of the call holds the array."""
+    cdef Py_buffer view
+    PyObject_GetBuffer(x, &view, PyBUF_ND | PyBUF_FORMAT | (PyBUF_WRITABLE if writable else 0))
+    try:
+        if dtype_of(&view) != dtype or view.len != n * view.itemsize or <size_t>view.buf % <size_t>view.itemsize:
+            raise ValueError("bad state array")
+        return view.buf
+    finally:
+        PyBuffer_Release(&view)
+
+
+cdef int row_state(kda_job *job, Py_ssize_t n, tuple arrays, Py_ssize_t width, bint writable) except -1:
+    s, h = arrays
+    cdef void *at_s = whole(s, job.s_dtype, job.HV * job.K * job.V, writable)
+    cdef void *at_h = whole(h, KDA_F32, (width - 1) * (2 * job.conv_q.D + job.conv_v.D), writable)
+    if job.s_dtype == KDA_F16:
+        raise ValueError("a state is float32 or bfloat16")
+    if writable:
+        job.rows.s_out[n], job.rows.next[n] = at_s, <float *>at_h
+    else:
+        job.rows.s_in[n], job.rows.past[n] = at_s, <float *>at_h
     return 0
 
 
@@ -575,6 +651,64 @@ def matrix_multiply(int isa, y, x, codes, scales, Py_ssize_t N, Py_ssize_t group
     cdef Py_ssize_t blocks = kda_idot_blocks(&job), chunks = kda_idot_chunks(&job)
     run(&kda_idot_quantize_item, &job, blocks, <int>min(<Py_ssize_t>threads_for(T * K // 4), max(blocks, 1)), False)
     run(&kda_idot_item, &job, chunks, <int>min(<Py_ssize_t>threads, chunks), False)
+
+
+# ---- dense matrices ----
+
+def dense_lanes(int isa):
+    """Rows of a panel."""
+    return kernels_of(isa).dense_lanes
+
+
+cdef int panels(_Buffers buffers, kda_dense_job *job, int isa, x, Py_ssize_t N, Py_ssize_t K, bint writable) except -1:
+    """A packed matrix: float32, one-dimensional and contiguous, of just the right size."""
+    cdef kda_tensor t
+    memset(job, 0, sizeof(job[0]))
+    if N < 1 or K < 1:
+        raise ValueError("bad matrix shape")
+    job.isa, job.N, job.K = kernels_of(isa), N, K
+    buffers.tensor(&t, x, (kda_dense_panels(job) * job.isa.dense_lanes * K,), 1, writable)
+    if t.dtype != KDA_F32:
+        raise ValueError("panels are float32")
+    job.panels = <float *>t.data
+    return 0
+
+
+def dense_pack(int isa, packed, w, Py_ssize_t N, Py_ssize_t first):
+    """Rows w [n, K] of any dtype become rows first .. first + n of a packed matrix of N rows."""
+    cdef _Buffers buffers = _Buffers()
+    cdef kda_dense_job job
+    cdef Py_ssize_t n, K
+    n, K = w.shape
+    panels(buffers, &job, isa, packed, N, K, True)
+    if first < 0 or n > N - first:
+        raise ValueError("rows past the matrix")
+    buffers.tensor(&job.w, w, (n, K), 1, False)
+    job.first, job.rows = first, n
+    cdef Py_ssize_t items = kda_dense_panels(&job)
+    cdef int threads = <int>max(1, min(<Py_ssize_t>threads_for(n * K), items))
+    job.scratch_floats = rounded(K)
+    job.scratch = buffers.scratch(threads, job.scratch_floats)
+    run(&kda_dense_pack_item, &job, items, threads, True)
+
+
+def dense_multiply(int isa, y, x, packed, Py_ssize_t N):
+    """y [T, N] = x [T, K] times a packed matrix; float32, rows contiguous."""
+    cdef _Buffers buffers = _Buffers()
+    cdef kda_dense_job job
+    cdef kda_tensor t_x, t_y
+    cdef Py_ssize_t T, K
+    T, K = x.shape
+    panels(buffers, &job, isa, packed, N, K, False)
+    buffers.tensor(&t_x, x, (T, K), 1, False)
+    buffers.tensor(&t_y, y, (T, N), 1, True)
+    if t_x.dtype != KDA_F32 or t_y.dtype != KDA_F32:
+        raise ValueError("x and y are float32")
+    if T == 0:
+        return
+    job.x, job.ld_x, job.y, job.ld_y, job.T = <float *>t_x.data, t_x.batch, <float *>t_y.data, t_y.batch, T
+    cdef Py_ssize_t items = kda_dense_chunks(&job)
+    run(&kda_dense_item, &job, items, <int>max(1, min(<Py_ssize_t>threads_for(T * N * K // 2), items)), False)
 
 
 # ---- ceilings ----

@@ -43,6 +43,8 @@ cdef extern from "kernels.h" nogil:
         int lanes
         int q8_bias
         int idot_tokens
+        void *dense
+        int dense_lanes
 
     struct kda_isa:
         const kda_kernels *kernels
@@ -83,8 +85,15 @@ cdef extern from "jobs.h" nogil:
     struct kda_short_conv:
         const float *taps
         Py_ssize_t D
+        Py_ssize_t start
         kda_tensor past
         kda_tensor next
+
+    struct kda_rows:
+        void **s_in
+        void **s_out
+        float **past
+        float **next
 
     struct kda_job:
         const kda_kernels *isa
@@ -96,6 +105,8 @@ cdef extern from "jobs.h" nogil:
         kda_tensor beta
         kda_tensor s_out
         kda_tensor s_in
+        kda_rows rows
+        int s_dtype
         kda_tensor states
         const float *A_log
         const float *dt_bias
@@ -127,6 +138,8 @@ cdef extern from "jobs.h" nogil:
     Py_ssize_t kda_delta_items(const kda_job *) noexcept
     Py_ssize_t kda_delta_scratch(const kda_job *) noexcept
     void kda_delta_item(const void *, Py_ssize_t, int) noexcept
+    int kda_history_is_shared(const kda_job *) noexcept
+    void kda_keep_shared_histories(const kda_job *) noexcept
     void kda_gate_item(const void *, Py_ssize_t, int) noexcept
     void kda_l2norm_item(const void *, Py_ssize_t, int) noexcept
 
@@ -173,6 +186,28 @@ cdef extern from "jobs.h" nogil:
     Py_ssize_t kda_conv_scratch(const kda_conv_job *) noexcept
     void kda_conv_item(const void *, Py_ssize_t, int) noexcept
     void kda_conv_step_item(const void *, Py_ssize_t, int) noexcept
+
+cdef extern from "dense.h" nogil:
+    struct kda_dense_job:
+        const kda_kernels *isa
+        float *panels
+        Py_ssize_t N
+        Py_ssize_t K
+        kda_tensor w
+        Py_ssize_t first
+        Py_ssize_t rows
+        const float *x
+        float *y
+        Py_ssize_t T
+        Py_ssize_t ld_x
+        Py_ssize_t ld_y
+        float *scratch
+        Py_ssize_t scratch_floats
+
+    Py_ssize_t kda_dense_panels(const kda_dense_job *) noexcept
+    Py_ssize_t kda_dense_chunks(const kda_dense_job *) noexcept
+    void kda_dense_pack_item(const void *, Py_ssize_t, int) noexcept
+    void kda_dense_item(const void *, Py_ssize_t, int) noexcept
 
 cdef extern from "quant.h" nogil:
     struct kda_matrix:

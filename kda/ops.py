@@ -499,45 +499,41 @@ def l2norm(x: Array, eps: float = 1e-6, *, isa: str | None = None) -> Array:
 
 
 def fused_kda_layer(
+    out: Array,
+    states_in: Sequence[tuple[Array, Array]],
+    states_out: Sequence[tuple[Array, Array]],
     q: Array,
     k: Array,
     v: Array,
     g: Array,
     beta: Array,
-    gate: Array,
-    state: NDArray[np.float32],
-    conv: Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]],
-    norm_weight: NDArray[np.float32],
+    gate: Array | None,
+    taps: tuple[Array, Array, Array],
+    norm_weight: NDArray[np.float32] | None,
     A_log: NDArray[np.float32] | None,
     dt_bias: NDArray[np.float32] | None,
     lower_bound: float | None,
+    cu_seqlens: NDArray[np.int64],
     norm_eps: float = 1e-5,
     activation: str = "sigmoid",
     allow_neg_eigval: bool = False,
     chunked: bool = True,
-    cu_seqlens: Array | None = None,
     isa: str | None = None,
-) -> Array:
+) -> None:
     """Everything of a KDA layer between its projections, block by block while it is in the nearest cache: short
     convolutions and SiLU, l2norm of q and k, gate, sigmoid of beta, delta rule, gated norm. No [T, H, K]
     temporary goes through memory.
 
     For the layer, not for users: nothing is checked but what the core checks. q, k, v, g, beta are raw projections
-    shaped as in chunk_kda, gate [B, T, HV, V]; `conv` holds for q, k and v (taps [W, D], history [N, W - 1, D]
-    float32, tap by tap). state [N, HV, K, V] and the histories move on in place. Returns o [B, T, HV, V].
+    shaped as in chunk_kda with B = 1, bfloat16 as its bits; taps: [W * D] of q, k and v, tap by tap. gate
+    [1, T, HV, V]; None leaves the norm out. Sequence n reads its state, a pair (S [HV, K, V] float32 or bfloat16
+    bits, histories float32 [(W - 1) * (2 H K + HV V)]: tap by tap of q, then k, then v), from states_in[n] and
+    leaves it in states_out[n], which may be the same pair. out: [1, T, HV, V].
     """
-    row = isa_index(isa)
-    q, k, v, g, gate = (_input("", x) for x in (q, k, v, g, gate))
-    beta = _input("beta", beta, inner=False)
     flags = _gate_flags(A_log, lower_bound) | _core.F_BETA_SIGMOID | (_core.F_NEG_EIGVAL if allow_neg_eigval else 0)
-    o = np.empty(v.shape, v.dtype)
-    shared = q.shape[2] != v.shape[2]  # several value heads read one q/k history, so it cannot move under them
-    arrays = tuple((taps.reshape(-1), past.copy() if shared and i < 2 else past, past)
-                   for i, (taps, past) in enumerate(conv))
-    _core.delta(row, o, state, state, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, q.shape[3]**-0.5,
-                lower_bound or 0.0, 1e-6, flags, chunked, None, 0, arrays,
-                (gate, norm_weight, norm_eps, _activation(activation, ("sigmoid", "silu", "swish"))))
-    return o.view(_BF16) if o.dtype == _U16 else o
+    _core.layer(isa_index(isa), out, states_in, states_out, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
+                q.shape[3]**-0.5, lower_bound or 0.0, 1e-6, flags, chunked, taps, gate, norm_weight, norm_eps,
+                _activation(activation, ("sigmoid", "silu", "swish")))
 
 
 # ---- epilogues ----

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers import relative_error, same_bits
+from helpers import BF16, relative_error, same_bits
 
 import kda
 from kda import ops, reference
@@ -10,6 +10,11 @@ from kda import ops, reference
 #        B, T, H, HV, K, V, W
 SHAPES = [(2, 37, 2, 2, 32, 16, 4), (1, 1, 2, 4, 60, 33, 4), (1, 2, 1, 1, 128, 128, 4), (2, 65, 3, 3, 16, 24, 3),
           (1, 20, 1, 2, 8, 8, 1), (3, 3, 2, 6, 17, 5, 8), (2, 0, 1, 2, 8, 8, 4)]
+
+
+def bits(x):
+    """bfloat16 as the core takes it."""
+    return x.view(np.uint16) if x.dtype == BF16 else x
 
 
 class Layer:
@@ -29,13 +34,25 @@ class Layer:
         self.state, self.norm_weight = normal(B, HV, K, V), normal(V)
         self.A_log, self.dt_bias = normal(HV), normal(HV * K)
 
-    def run(self, isa, lower_bound, chunked, **options):
+    def run(self, isa, lower_bound, chunked, cu_seqlens=None, in_place=True, dtype=np.float32, **options):
         """(o, state, histories) of the fused kernel; this layer's own arrays stay as they are."""
-        state, conv = self.state.copy(), [
-            (np.ascontiguousarray(w.T), h.copy()) for w, h in zip(self.weights, self.histories, strict=True)]
-        o = ops.fused_kda_layer(*self.projections, state, conv, self.norm_weight, self.A_log, self.dt_bias,
-                                lower_bound, chunked=chunked, isa=isa, **options)
-        return o, state, [h for _, h in conv]
+        B, T = self.projections[0].shape[:2]
+        N = len(self.state)
+        cu = np.arange(B + 1, dtype=np.int64) * T if cu_seqlens is None else cu_seqlens
+        packed = [x.reshape(1, B * T, *x.shape[2:]) for x in self.projections]
+        *qkv, g, beta, gate = (x.view(np.uint16) if x.dtype == BF16 else x for x in packed)
+        before = [(bits(self.state[n].astype(dtype)), np.concatenate([h[n].ravel() for h in self.histories]))
+                  for n in range(N)]
+        after = before if in_place else [(np.empty_like(s), np.empty_like(h)) for s, h in before]
+        out = np.empty(qkv[2].shape, qkv[2].dtype)
+        taps = tuple(np.ascontiguousarray(w.T).ravel() for w in self.weights)
+        ops.fused_kda_layer(out, before, after, *qkv, g, beta, gate, taps, self.norm_weight, self.A_log, self.dt_bias,
+                            lower_bound, cu, chunked=chunked, isa=isa, **options)
+        state = np.array([s for s, _ in after]).reshape(self.state.shape).view(dtype)
+        cuts = np.cumsum([h[0].size for h in self.histories])[:-1]
+        histories = [np.array(h).reshape(mine.shape) for h, mine in zip(
+            zip(*(np.split(h, cuts) for _, h in after), strict=True), self.histories, strict=True)]
+        return out.reshape(self.projections[2].shape), state, histories
 
     def plain(self, lower_bound, cu_seqlens=None, allow_neg_eigval=False):
         """The same in float64, function by function."""
@@ -71,6 +88,30 @@ def test_it_is_the_functions_one_by_one(isa, shape, lower_bound, chunked, team):
     assert relative_error(state, want_state) <= 2e-6
     for got, want in zip(histories, want_histories, strict=True):
         assert np.array_equal(got, want)  # raw inputs: kept, not computed
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_states_may_move_to_other_memory(isa, shape, chunked, dtype, team):
+    """In place and from one buffer to another: the same bits, and what was read stays."""
+    here, there = Layer(*shape), Layer(*shape)
+    o, state, histories = here.run(isa, None, chunked, dtype=dtype)
+    o2, state2, histories2 = there.run(isa, None, chunked, dtype=dtype, in_place=False)
+    assert same_bits(o, o2)
+    assert same_bits(state, state2)
+    assert all(same_bits(a, b) for a, b in zip(histories, histories2, strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_bfloat16_state_is_rounded_once_a_call(isa, shape):
+    """Its products are those of the widened state, and what is kept is the float32 result to nearest even."""
+    layer, wide = Layer(*shape), Layer(*shape)
+    wide.state = layer.state.astype(BF16).astype(np.float32)
+    o, state, _ = layer.run(isa, -5.0, True, dtype=BF16)
+    want_o, want_state, _ = wide.run(isa, -5.0, True)
+    assert same_bits(o, want_o)
+    assert same_bits(state, want_state.astype(BF16))
 
 
 def test_packed_sequences_have_their_own_histories(isa):

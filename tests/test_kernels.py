@@ -45,6 +45,7 @@ SIGNATURES = {
     "quantize": (P, P, P, c_ssize_t), "amax": (P, c_ssize_t), "encode": (P, P, c_float, c_int, c_ssize_t),
     "idot_q8": (P, P, P, P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
     "idot_q4": (P, P, P, P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
+    "dense": (P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
 }
 RESULTS = {"probe_fma": c_ssize_t, "probe_idot": c_ssize_t, "probe_read": c_float, "quantize": c_int32, "amax": c_float}
 FLOAT32_BITS = np.concatenate([
@@ -1090,3 +1091,44 @@ def test_nothing_is_touched_past_the_end_by_idot(isa, n):
                 y = before_a_forbidden_page(np.zeros((tokens, rows), np.float32))
                 kernel(isa, f"idot_q{size}")(y[0], *(pointer for pointer, _ in ends), *idot.sizes(rows))
                 assert ctypes.string_at(y[0], 4 * tokens * rows) == idot.want().tobytes()
+
+
+# ---- dense weights ----
+
+DENSE_TERMS = int(re.findall(r"within \((\d+) \+ K / 256\) \* 2\^-24", HEADER, re.I)[0])
+
+
+def panels_of(w, lanes):
+    """[N, K] as [panels][K][lanes], zeros past the last row."""
+    N, K = w.shape
+    padded = np.zeros((-(-N // lanes) * lanes, K), np.float32)
+    padded[:N] = w
+    return np.ascontiguousarray(padded.reshape(-1, lanes, K).transpose(0, 2, 1)).ravel()
+
+
+@pytest.mark.parametrize("K", [1, 3, 255, 256, 257, 700])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 6, 7, 9, 17])
+def test_dense(isa, tokens, K):
+    """Against float64; guard zones; the bits of a token alone, and of a row alone, are those of the whole."""
+    lanes = _core.dense_lanes(list(kda.isas()).index(isa))
+    rng = np.random.default_rng(K)
+    call = kernel(isa, "dense")
+    for rows in (1, lanes, lanes + 1, 4 * lanes, 4 * lanes + 3, 5 * lanes - 1):
+        w = rng.standard_normal((rows, K)).astype(np.float32)
+        x = Guarded(rng.standard_normal((tokens, K)).astype(np.float32), lead=1, gap=3)
+        y = Guarded(np.zeros((tokens, rows), np.float32), lead=1, gap=2)
+        packed = Guarded(panels_of(w, lanes), lead=1)
+        call(y, packed, x, tokens, rows, K, x.size_of_row, y.size_of_row)
+        assert x.unchanged()
+        assert packed.unchanged()
+        assert y.guards_unchanged()
+        exact = x.array.astype(np.float64) @ w.T.astype(np.float64)
+        bound = (DENSE_TERMS + K / 256) * EPS * (np.abs(x.array).astype(np.float64) @ np.abs(w.T).astype(np.float64))
+        assert (np.abs(y.array - exact) <= bound).all()
+        last = Guarded(np.zeros(rows, np.float32))
+        call(last, packed, x.pointer + 4 * (tokens - 1) * x.size_of_row, 1, rows, K, K, rows)
+        assert np.array_equal(last.array, y.array[-1])
+        few = min(rows, lanes)
+        part = Guarded(np.zeros((tokens, few), np.float32))
+        call(part, packed, x, tokens, few, K, x.size_of_row, few)
+        assert np.array_equal(part.array, y.array[:, :few])

@@ -303,4 +303,23 @@ static ptrdiff_t probe_idot(float *y, ptrdiff_t n) {
     return n * 8;
 }
 
+/* ---- dense weights ---- */
+
+#define NR 1
+
+static void dense(float *y, const float *panels, const float *x, ptrdiff_t tokens, ptrdiff_t rows, ptrdiff_t K,
+                  ptrdiff_t ld_x, ptrdiff_t ld_y) {
+    for (ptrdiff_t t = 0; t < tokens; t++)
+        for (ptrdiff_t r = 0; r < rows; r++) {
+            const float *w = panels + r / W * W * K + r % W;
+            float sum = 0.0f;
+            for (ptrdiff_t start = 0; start < K; start += 256) {
+                float part = 0.0f;
+                for (ptrdiff_t k = start; k < K && k < start + 256; k++) part += w[k * W] * x[t * ld_x + k];
+                sum += part;
+            }
+            y[t * ld_y + r] = sum;
+        }
+}
+
 #include "table.inc"

@@ -65,7 +65,8 @@ ptrdiff_t kda_delta_scratch(const struct kda_job *job) {
     ptrdiff_t work = job->block == 1 ? 2 * job->K + job->V : KDA_BLOCK_WORK(job->K);
     ptrdiff_t rows = (KDA_CONV_MAX + KDA_BLOCK) * (job->K > job->V ? job->K : job->V);
     if (job->conv_width && work < rows) work = rows; /* they are done with when the work begins */
-    return padded(job->block * 3 * job->K) + job->block * 2 * padded(job->V) + KDA_BLOCK + padded(work);
+    ptrdiff_t s = job->s_dtype == KDA_F32 ? 0 : job->K * padded(job->V);
+    return padded(job->block * 3 * job->K) + job->block * 2 * padded(job->V) + KDA_BLOCK + padded(work) + s;
 }
 
 static const float *log_decay(const struct kda_job *job, const void *at_g, ptrdiff_t hv, float ea, float *row) {
@@ -131,6 +132,13 @@ static struct delta_item delta_item(const struct kda_job *job, ptrdiff_t item, i
     return it;
 }
 
+/* Tap w of the history of sequence n, from channel c0. */
+static float *history(const struct kda_short_conv *conv, const struct kda_tensor *x, float *const *rows,
+                      ptrdiff_t n, ptrdiff_t w, ptrdiff_t c0) {
+    if (rows) return rows[n] + conv->start + w * conv->D + c0;
+    return (float *)at(x, n, w, 0, c0);
+}
+
 /* The rows x[t .. t + tokens) of one head, channels [c0, c0 + n), convolved and activated into y. */
 static void convolve(const struct kda_job *job, const struct kda_short_conv *conv, const struct kda_tensor *x,
                      const struct delta_item *it, ptrdiff_t t, ptrdiff_t tokens, ptrdiff_t head, ptrdiff_t j0,
@@ -141,7 +149,7 @@ static void convolve(const struct kda_job *job, const struct kda_short_conv *con
     for (ptrdiff_t i = 0; i < past + tokens; i++) {
         ptrdiff_t from = t - past + i;
         if (from < it->t0)
-            rows[i] = at(&conv->past, it->n, past + from - it->t0, 0, c0);
+            rows[i] = history(conv, &conv->past, job->rows.past, it->n, past + from - it->t0, c0);
         else /* work lies idle until the block begins */
             rows[i] = as_f32(job->isa, x->dtype, at(x, it->row, from, head, j0), it->work + i * n, n);
     }
@@ -149,17 +157,35 @@ static void convolve(const struct kda_job *job, const struct kda_short_conv *con
     job->isa->conv(y_rows, rows, conv->taps + c0, NULL, tokens, n, conv->D, job->conv_width, KDA_SILU);
 }
 
-/* The last raw inputs of the sequence become its history. */
+/* The last raw inputs of tokens [t0, t1) of sequence n become its history. */
 static void keep_history(const struct kda_job *job, const struct kda_short_conv *conv, const struct kda_tensor *x,
-                         const struct delta_item *it, ptrdiff_t head, ptrdiff_t j0, ptrdiff_t c0, ptrdiff_t n) {
+                         ptrdiff_t n, ptrdiff_t row, ptrdiff_t t0, ptrdiff_t t1, ptrdiff_t head, ptrdiff_t j0,
+                         ptrdiff_t c0, ptrdiff_t channels) {
     ptrdiff_t past = job->conv_width - 1;
     for (ptrdiff_t w = 0; w < past; w++) { /* oldest first: in place, a row is read before it is overwritten */
-        ptrdiff_t from = it->t1 - past + w;
-        float *next = (float *)at(&conv->next, it->n, w, 0, c0);
-        if (from >= it->t0)
-            get_f32(job->isa, x->dtype, next, at(x, it->row, from, head, j0), n);
-        else if (it->t1 > it->t0 || conv->next.data != conv->past.data)
-            memcpy(next, at(&conv->past, it->n, past + from - it->t0, 0, c0), (size_t)n * sizeof *next);
+        ptrdiff_t from = t1 - past + w;
+        float *next = history(conv, &conv->next, job->rows.next, n, w, c0);
+        if (from >= t0) {
+            get_f32(job->isa, x->dtype, next, at(x, row, from, head, j0), channels);
+        } else {
+            const float *kept = history(conv, &conv->past, job->rows.past, n, past + from - t0, c0);
+            if (kept != next) memcpy(next, kept, (size_t)channels * sizeof *next);
+        }
+    }
+}
+
+int kda_history_is_shared(const struct kda_job *job) {
+    return job->conv_width > 1 && (job->HV > job->H || job->splits > 1);
+}
+
+void kda_keep_shared_histories(const struct kda_job *job) {
+    for (ptrdiff_t n = 0; n < job->N; n++) {
+        ptrdiff_t row, t0, t1, K = job->K;
+        span(job->cu_seqlens, n, job->T, &row, &t0, &t1);
+        for (ptrdiff_t h = 0; h < job->H; h++) {
+            keep_history(job, &job->conv_q, &job->q, n, row, t0, t1, h, 0, h * K, K);
+            keep_history(job, &job->conv_k, &job->k, n, row, t0, t1, h, 0, h * K, K);
+        }
     }
 }
 
@@ -209,18 +235,33 @@ static void finish_block(const struct kda_job *job, const struct delta_item *it,
     }
 }
 
+/* Where an item's columns of a state lie. */
+static void *state_at(const struct kda_job *job, const struct kda_tensor *s, void *const *rows,
+                      const struct delta_item *it) {
+    if (!rows) return (void *)at(s, it->n, 0, it->hv, it->j0);
+    ptrdiff_t offset = it->hv * job->K * job->V + it->j0;
+    return (char *)rows[it->n] + offset * (job->s_dtype == KDA_F32 ? 4 : 2);
+}
+
 void kda_delta_item(const void *job_, ptrdiff_t item, int thread) {
     const struct kda_job *job = job_;
     const struct kda_kernels *isa = job->isa;
     const struct delta_item it = delta_item(job, item, thread);
-    ptrdiff_t K = job->K, V = job->V;
+    ptrdiff_t K = job->K, V = job->V, ld = V;
     if (it.columns <= 0) return;
 
-    float *s = (float *)at(&job->s_out, it.n, 0, it.hv, it.j0);
-    const float *s_in = job->s_in.data ? at(&job->s_in, it.n, 0, it.hv, it.j0) : NULL;
-    if (s_in != s &&
-        (job->block > 1 || !s_in || it.t0 == it.t1)) { /* a step reads s_in itself; a block is in place */
-        copy_state(s, s_in, K, it.columns, V);
+    void *kept = state_at(job, &job->s_out, job->rows.s_out, &it); /* of the job's dtype */
+    const void *from = job->rows.s_in || job->s_in.data ? state_at(job, &job->s_in, job->rows.s_in, &it) : NULL;
+    float *s = kept;
+    const float *s_in = from;
+    if (job->s_dtype != KDA_F32) {
+        s = job->scratch + (thread + 1) * job->scratch_floats - K * padded(V);
+        ld = it.ld;
+        for (ptrdiff_t i = 0; i < K; i++)
+            get_f32(isa, job->s_dtype, s + i * ld, (const uint16_t *)from + i * V, it.columns);
+        s_in = s;
+    } else if (s_in != s && (job->block > 1 || !s_in || it.t0 == it.t1)) {
+        copy_state(s, s_in, K, it.columns, V); /* a step reads s_in itself; a block is in place */
         s_in = s;
     }
 
@@ -234,20 +275,24 @@ void kda_delta_item(const void *job_, ptrdiff_t item, int thread) {
         }
         prepare_block(job, &it, t, tokens);
         if (job->block == 1)
-            isa->step(it.o, s, it.work, s_in, it.q, it.k, it.v, it.decay, *it.beta, K, it.columns, V, V);
+            isa->step(it.o, s, it.work, s_in, it.q, it.k, it.v, it.decay, *it.beta, K, it.columns, ld, ld);
         else
-            block(it.o, s, it.work, it.q, it.k, it.v, it.decay, it.beta, tokens, K, it.columns, it.ld, V, it.ld);
+            block(it.o, s, it.work, it.q, it.k, it.v, it.decay, it.beta, tokens, K, it.columns, it.ld, ld, it.ld);
         s_in = s;
         finish_block(job, &it, t, tokens);
         if (job->states.data && (t - it.t0 + tokens) % job->spacing == 0)
             copy_state((float *)at(&job->states, it.n, checkpoint++, it.hv, it.j0), s, K, it.columns, V);
     }
+    if (job->s_dtype != KDA_F32)
+        for (ptrdiff_t i = 0; i < K; i++)
+            put_f32(isa, job->s_dtype, (uint16_t *)kept + i * V, s + i * ld, it.columns);
 
     if (!job->conv_width) return;
-    keep_history(job, &job->conv_v, &job->v, &it, it.hv, it.j0, it.hv * V + it.j0, it.columns);
-    if (it.j0 || it.hv % (job->HV / job->H)) return; /* the first item of a q/k head keeps its history */
-    keep_history(job, &job->conv_q, &job->q, &it, it.h, 0, it.h * K, K);
-    keep_history(job, &job->conv_k, &job->k, &it, it.h, 0, it.h * K, K);
+    keep_history(job, &job->conv_v, &job->v, it.n, it.row, it.t0, it.t1, it.hv, it.j0, it.hv * V + it.j0,
+                 it.columns);
+    if (kda_history_is_shared(job)) return;
+    keep_history(job, &job->conv_q, &job->q, it.n, it.row, it.t0, it.t1, it.h, 0, it.h * K, K);
+    keep_history(job, &job->conv_k, &job->k, it.n, it.row, it.t0, it.t1, it.h, 0, it.h * K, K);
 }
 
 void kda_gate_item(const void *job_, ptrdiff_t item, int thread) {

@@ -26,14 +26,24 @@ enum {
 struct kda_short_conv {
     const float *taps;
     ptrdiff_t D;
+    ptrdiff_t start; /* of this convolution in a kda_rows history */
     struct kda_tensor past, next;
+};
+
+/* States that are not rows of one array: sequence n's lies at s_in[n] and s_out[n], [HV, K, V], and its three
+ * histories at past[n] and next[n]. In and out may be the same. */
+struct kda_rows {
+    void **s_in, **s_out;
+    float **past, **next;
 };
 
 /* The delta rule over whole sequences, with what a layer puts around it; fused_kda_gate and l2norm. */
 struct kda_job {
     const struct kda_kernels *isa;
     struct kda_tensor o, q, k, v, g, beta;
-    struct kda_tensor s_out, s_in; /* [N, -, HV, K V] float32, a head contiguous; s_in.data NULL: zeros */
+    struct kda_tensor s_out, s_in; /* [N, -, HV, K V], a head contiguous; s_in.data NULL: zeros */
+    struct kda_rows rows;          /* rows.s_out not NULL: instead of s_out, s_in, past and next */
+    int s_dtype;                   /* KDA_F32, or KDA_BF16: rounded at the end of the call */
     struct kda_tensor states;      /* [N, checkpoint, HV, K V] float32; data NULL: none wanted */
     const float *A_log, *dt_bias;  /* [HV], [HV, K]; NULL: none */
     const int64_t *cu_seqlens;     /* [N + 1], or NULL: sequence n is batch row n, T tokens */
@@ -61,6 +71,12 @@ ptrdiff_t kda_delta_scratch(const struct kda_job *job);
  * delta: one column block of one value head of one sequence, all its tokens.
  * gate: one token of g into o, as log decay.  l2norm: one token of q into o. */
 void kda_delta_item(const void *job, ptrdiff_t item, int thread);
+
+/* The items of one q/k head share its history where it has several value heads or columns are split. Then they
+ * leave it alone, and this, after all of them, moves it on. */
+int kda_history_is_shared(const struct kda_job *job);
+void kda_keep_shared_histories(const struct kda_job *job);
+
 void kda_gate_item(const void *job, ptrdiff_t item, int thread);
 void kda_l2norm_item(const void *job, ptrdiff_t item, int thread);
 

@@ -146,6 +146,17 @@ typedef void kda_idot_fn(float *y, const uint8_t *codes, const uint16_t *scales,
                          const float *x_scales, const int32_t *x_sums, ptrdiff_t tokens, ptrdiff_t rows,
                          ptrdiff_t groups, ptrdiff_t group, ptrdiff_t ld_y);
 
+/* ---- dense float32 weights ----
+ *
+ * Weights lie in panels of `dense_lanes` rows, [K][dense_lanes] each, the lanes past the last row 0. */
+
+/* `rows` rows, from the start of a panel, times `tokens` tokens:
+ *     y[t * ld_y + r] = sum over k of w[r][k] * x[t * ld_x + k]
+ * in blocks of 256 of k, each summed from 0 in order, the blocks added in order: a result's bits do not depend on
+ * the number of tokens or rows. Within (258 + K / 256) * 2^-24 of the sum of the terms' magnitudes. */
+typedef void kda_dense_fn(float *y, const float *panels, const float *x, ptrdiff_t tokens, ptrdiff_t rows,
+                          ptrdiff_t K, ptrdiff_t ld_x, ptrdiff_t ld_y);
+
 /* ---- ceilings: what this ISA reaches when nothing else is in the way ---- */
 
 /* s = s * a + b in place: the memory traffic of a state update, and nothing more. */
@@ -179,6 +190,8 @@ struct kda_kernels {
     kda_encode_fn *encode;
     kda_idot_fn *idot_q8, *idot_q4;
     int lanes, q8_bias, idot_tokens;
+    kda_dense_fn *dense;
+    int dense_lanes;
 };
 
 /* ---- dispatch.c ---- */

@@ -162,19 +162,25 @@ class Layer(Work):
         self.norm_weight = 1 + 0.1 * rng.normal(V)
         channels = [H * K, H * K, HV * V]
         self.weights = [0.5 * rng.normal(D, width) for D in channels]
-        self.conv = [(np.ascontiguousarray(w.T), rng.normal(1, width - 1, D))
-                     for w, D in zip(self.weights, channels, strict=True)]
+        self.taps = tuple(np.ascontiguousarray(w.T).reshape(-1) for w in self.weights)
         self.state = rng.state(1, HV, K, V)
+        self.history = rng.normal((width - 1) * sum(channels))
+        ends = np.cumsum([(width - 1) * D for D in channels])
+        self.pasts = [part.reshape(1, width - 1, D)
+                      for part, D in zip(np.split(self.history, ends[:-1]), channels, strict=True)]
+        self.result = np.empty_like(self.v)
+        self.cu_seqlens = np.array([0, T], np.int64)
 
     def run(self) -> None:
-        self.result = ops.fused_kda_layer(
-            self.q, self.k, self.v, self.g, self.beta, self.gate, self.state, self.conv, self.norm_weight,
-            self.A_log, self.dt_bias, None, chunked=self.tokens > 1, isa=self.isa)
+        states = [(self.state[0], self.history)]
+        ops.fused_kda_layer(
+            self.result, states, states, self.q, self.k, self.v, self.g, self.beta, self.gate, self.taps,
+            self.norm_weight, self.A_log, self.dt_bias, None, self.cu_seqlens, chunked=self.tokens > 1, isa=self.isa)
 
     def one_by_one(self) -> Floats:
         """The same through the public functions; the state and the histories move on here too."""
         rows: list[Any] = []
-        for x, w, (_, past) in zip((self.q, self.k, self.v), self.weights, self.conv, strict=True):
+        for x, w, past in zip((self.q, self.k, self.v), self.weights, self.pasts, strict=True):
             flat, columns = x.reshape(1, self.tokens, -1), past.transpose(0, 2, 1)
             if self.tokens == 1:
                 y = kda.causal_conv1d_update(flat[:, 0], columns, w, isa=self.isa)
