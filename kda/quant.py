@@ -197,6 +197,10 @@ class QuantizedMatrix:
             return out
         return y if x.dtype == _F32 else y.astype(_BF16 if x.dtype == _U16 else _F16)
 
+    def into(self, y: NDArray[np.float32], x: NDArray[np.float32]) -> None:
+        """matmul for the layer: y [T, N] float32, rows contiguous, nothing checked but by the core."""
+        _core.matrix_multiply(self._row, y, x, self._codes, self._scales, self.shape[0], self.group_size, self.bits)
+
     @property
     def codes(self) -> Array:
         """Canonical codes, a new array: int8 [N, Kp], or uint8 [N, Kp / 2]."""

@@ -15,8 +15,8 @@ PACKAGE = Path(kda.__file__).parent
 COLUMNS = [
     ["_core", "_openmp"],
     ["runtime", "reference"],
-    ["ops", "quant"],
-    ["config", "weights", "layer"],
+    ["ops", "quant", "dense"],
+    ["config", "weights", "state", "layer"],
     ["session", "plan"],
     ["__init__"],
     ["adapters", "check", "cli", "perf", "__main__"],

@@ -1,0 +1,364 @@
+"""The whole layer: projections, what lies between them, and the passes that long and padded batches take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from kda import _core, ops
+from kda.config import KDAConfig
+from kda.dense import DenseMatrix
+from kda.ops import Array, aligned_empty
+from kda.quant import QuantizedMatrix
+from kda.runtime import isa_index, isas
+from kda.state import Call, KDAState, Pair, Row, exclusive
+from kda.weights import layer_tensors, read_safetensors
+
+Matrix = DenseMatrix | QuantizedMatrix
+_FORMATS = {"f32": 32, "q8g": 8, "q4g": 4}
+PASS = 256  # tokens of a pass: what weights are read for once, while the projections stay near
+
+# Scratch of layers that are not running, by the sizes of a token's projections: a call takes one and puts it back, so
+# that layers of one model share the memory that is in the cache, and two threads never do.
+_idle: dict[tuple[int, ...], list[_Scratch]] = {}
+
+
+class KDALayer:
+    """One Kimi Delta Attention layer: y = W_o norm(delta rule(conv(W_q x), conv(W_k x), conv(W_v x), gates)).
+
+    Made by `from_tensors` or `from_safetensors`. In float32 whatever the weights' dtype was, with weights as
+    weight_format says:
+
+        f32    float32                                                     4 bytes a weight
+        q8g    QuantizedMatrix, 8 bits, groups of 128                      1.016
+        q4g    QuantizedMatrix, 4 bits                                     0.516
+
+    Calls of up to `recurrent_max` tokens run token by token, longer ones in blocks; the two agree to rounding. A
+    sequence's results do not depend, to the bit, on what else is in the batch or on the number of threads.
+
+    Attributes: config, weight_format, isa, recurrent_max, nbytes (of the weights).
+    """
+
+    def __init__(self, config: KDAConfig, tensors: Mapping[str, Array], weight_format: str = "f32",
+                 recurrent_max: int = 64, isa: str | None = None) -> None:
+        """From the tensors of weights.layer_tensors; users take from_tensors."""
+        if weight_format not in _FORMATS:
+            raise ValueError(f"weight_format: expected one of {', '.join(map(repr, _FORMATS))}, got {weight_format!r}")
+        if isinstance(recurrent_max, bool) or not isinstance(recurrent_max, int) or recurrent_max < 0:
+            raise ValueError(f"recurrent_max: expected an int >= 0, got {recurrent_max!r}")
+        self.config, self.weight_format, self.recurrent_max = config, weight_format, recurrent_max
+        self.isa = list(isas())[isa_index(isa)]
+        c = config
+        qk, v, HV = c.num_heads * c.head_dim, c.num_v_heads * c.v_head_dim, c.num_v_heads
+        gate = "g_proj.weight" if c.full_rank_gate else "g_a_proj.weight"
+        names = ["q_proj.weight", "k_proj.weight", "v_proj.weight", "b_proj.weight", "f_a_proj.weight", gate]
+        self._in = self._matrix(*(tensors[name] for name in names))
+        self._decay = self._matrix(tensors["f_b_proj.weight"])
+        self._gate = None if c.full_rank_gate else self._matrix(tensors["g_b_proj.weight"])
+        self._out = self._matrix(tensors["o_proj.weight"])
+        self._taps = tuple(np.ascontiguousarray(tensors[f"{x}_conv1d.weight"][:, 0].T, np.float32).reshape(-1)
+                           for x in "qkv")
+        self._A_log, self._dt_bias = tensors["A_log"], tensors["dt_bias"]
+        self._norm = tensors["o_norm.weight"]
+        # columns of the joint projection, and of what is kept of it for a rollback
+        self._cuts = np.cumsum([0, qk, qk, v, HV, c.head_dim, v if c.full_rank_gate else c.head_dim]).tolist()
+        self._sizes = (self._in.shape[0], HV * c.head_dim, v, int(c.full_rank_gate), c.num_heads, HV)
+
+    @classmethod
+    def from_tensors(cls, config: KDAConfig, tensors: Mapping[str, Array],
+                     prefix: str = "model.layers.0.self_attn.", weight_format: str = "f32", *,
+                     recurrent_max: int = 64, isa: str | None = None) -> KDALayer:
+        """The layer whose tensors are named `prefix` + q_proj.weight, ... as checkpoints of Kimi-Linear, K3 and
+        GLM-5-Next have them (weights.tensor_shapes lists them), in float32, float16 or bfloat16.
+
+        K3's A_log, padded with zeros to 128 heads, is cut; [1, 1, H, 1] is taken. Tensors with other prefixes are
+        passed over. They are read once and not kept.
+
+        Raises ValueError that names every missing, surplus and misshapen tensor with what was expected, and for an
+        unknown weight_format; TypeError for other dtypes.
+        """
+        if weight_format not in _FORMATS:
+            raise ValueError(f"weight_format: expected one of {', '.join(map(repr, _FORMATS))}, got {weight_format!r}")
+        return cls(config, layer_tensors(config, tensors, prefix), weight_format, recurrent_max, isa)
+
+    @classmethod
+    def from_safetensors(cls, config: KDAConfig, path: str | os.PathLike[str],
+                         prefix: str = "model.layers.0.self_attn.", weight_format: str = "f32", *,
+                         recurrent_max: int = 64, isa: str | None = None) -> KDALayer:
+        """from_tensors, reading from `path`: a .safetensors file, the .index.json of a sharded checkpoint, or the
+        directory of either. Raises FileNotFoundError, and ValueError for a file that is not what it should be."""
+        return cls.from_tensors(config, read_safetensors(path, prefix), prefix, weight_format,
+                                recurrent_max=recurrent_max, isa=isa)
+
+    def _matrix(self, *parts: Array) -> Matrix:
+        """The rows of `parts` as one matrix, so that projections that share an input are one product."""
+        if self.weight_format == "f32":
+            return DenseMatrix(parts, self.isa)
+        bits = _FORMATS[self.weight_format]
+        return QuantizedMatrix.concatenate([QuantizedMatrix.quantize(w, bits, isa=self.isa) for w in parts])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights as they are held."""
+        small = (*self._taps, self._A_log, self._dt_bias, self._norm)
+        matrices = (self._in, self._decay, self._gate, self._out)
+        return sum(m.nbytes for m in matrices if m is not None) + sum(a.nbytes for a in small)
+
+    def __repr__(self) -> str:
+        c = self.config
+        return (f"KDALayer({c.model_type}, hidden_size={c.hidden_size}, heads={c.num_v_heads} x {c.head_dim}, "
+                f"weight_format={self.weight_format!r}, isa={self.isa!r}, nbytes={self.nbytes})")
+
+    def new_state(self, batch: int = 1, rollback_window: int = 0, state_dtype: str = "float32") -> KDAState:
+        """A state of zeros for this layer; see KDAState."""
+        return KDAState(self.config, batch, rollback_window, state_dtype)
+
+    # ---- the call ----
+
+    def __call__(self, x: Array, state: KDAState | Sequence[KDAState],
+                 lengths: Sequence[int] | NDArray[np.integer[Any]] | None = None,
+                 padding_side: str = "right") -> Array:
+        """The layer's output for the next tokens of each row; `state` moves on in place.
+
+        x : [B, T, hidden_size] float32, float16 or bfloat16, already normalised as the model does before attention.
+        state : a KDAState of B rows, or several states of B rows in all, in order: sessions decoded in one call,
+            each where it is.
+        lengths : [B] valid tokens of each row, 0 to T; default all. What lies in the padding is not read, not even
+            NaN, and its outputs are 0. padding_side : where the padding is, "right" or "left".
+
+        Returns [B, T, hidden_size] of x's dtype. Each row equals, to the bit, its solo run.
+
+        Raises TypeError for other dtypes; ValueError for shapes, lengths or a state of another model; RuntimeError
+        where another call uses one of the states. The states are unchanged then.
+        """
+        states = (state,) if isinstance(state, KDAState) else tuple(state)
+        x = self._checked(x, states)
+        B, T = x.shape[:2]
+        with exclusive(*states):
+            rows = states[0].rows if len(states) == 1 else [row for s in states for row in s.rows]
+            if lengths is None and B == 1 and T <= PASS and not rows[0].window:  # the plain step
+                if T == 0:
+                    return np.empty_like(x)
+                return self._simple(x, rows[0])
+            spans = self._valid(lengths, padding_side, B, T)
+            y = np.zeros(x.shape, x.dtype)
+            for passes in self._passes(rows, spans):
+                self._run(x, y, passes)
+        return y
+
+    def _checked(self, x: Any, states: tuple[Any, ...]) -> Array:
+        if type(x) is not np.ndarray:
+            x = np.asarray(x)
+        ops._check_dtype("x", x)
+        if x.ndim != 3 or x.shape[2] != self.config.hidden_size or not x.shape[0]:
+            raise ops._shape_error("x", x, ["B >= 1", "T", self.config.hidden_size])
+        batch = 0
+        for i, s in enumerate(states):
+            if not isinstance(s, KDAState):
+                raise TypeError(f"state: expected a KDAState or a sequence of them, got {type(s).__name__}")
+            if s.config is not self.config and s.config.identity != self.config.identity:
+                raise ValueError(f"state: is of model {s.config.identity}, expected {self.config.identity}")
+            if len(states) > 1 and any(s is other for other in states[:i]):
+                raise ValueError(f"state: states[{i}] is in the list twice")
+            if s.state_dtype != states[0].state_dtype:
+                raise ValueError(f"state: states[{i}] is {s.state_dtype}, states[0] {states[0].state_dtype}; one call "
+                                 "takes states of one dtype")
+            batch += s.batch
+        if batch != x.shape[0]:
+            raise ValueError(f"state: {batch} rows, expected one for each of the {x.shape[0]} rows of x")
+        return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+
+    @staticmethod
+    def _valid(lengths: Any, padding_side: str, B: int, T: int) -> list[tuple[int, int]]:
+        """First and last valid token of each row."""
+        if padding_side not in ("right", "left"):
+            raise ValueError(f"padding_side: expected 'right' or 'left', got {padding_side!r}")
+        if lengths is None:
+            return [(0, T)] * B
+        n = np.asarray(lengths)
+        if n.dtype.kind not in "iu":
+            raise TypeError(f"lengths: expected integers [{B}], got {n.dtype} {list(n.shape)}")
+        if n.shape != (B,) or (n < 0).any() or (n > T).any():
+            raise ValueError(f"lengths: expected [{B}] from 0 to T = {T}, got {n.tolist()}")
+        return [(0, int(m)) if padding_side == "right" else (T - int(m), T) for m in n]
+
+    def _passes(self, rows: Sequence[Row], spans: Sequence[tuple[int, int]]) -> list[list[_Piece]]:
+        """The call as passes of at most PASS tokens, each a set of pieces of one kind, one to a row.
+
+        Pieces of a row run in order, and a chunked row is cut only at whole blocks from its start, where the cut
+        leaves no trace.
+        """
+        passes: list[list[_Piece]] = []
+        for chunked in (False, True):
+            room = 0
+            present: set[int] = set()
+            for b, (row, (first, last)) in enumerate(zip(rows, spans, strict=True)):
+                T = last - first
+                if T == 0 or (T > self.recurrent_max) != chunked:
+                    continue
+                for start, end, logged in row.spans(T, self.recurrent_max):
+                    call = Call(self._replay, T, start) if logged else None
+                    at = start
+                    while at < end:
+                        if room < min(end - at, _core.BLOCK) or b in present:
+                            passes.append([])
+                            room, present = PASS, set()
+                        n = min(end - at, room)
+                        if n < end - at and chunked:
+                            n -= n % _core.BLOCK
+                        begins = (start, end, logged) if at == start else None
+                        passes[-1].append(_Piece(row, b, first + at, n, chunked, begins, call))
+                        room, at = room - n, at + n
+                        present.add(b)
+        return passes
+
+    def _run(self, x: Array, y: Array, pieces: Sequence[_Piece]) -> None:
+        """One pass: gather its tokens, project, run, project, scatter."""
+        n = sum(piece.tokens for piece in pieces)
+        first = pieces[0]
+        whole = len(pieces) == 1 and x.dtype == np.float32
+        scratch = self._borrow(n, x.dtype != np.float32 or len(pieces) > 1)
+        try:
+            cu = np.cumsum([0, *(piece.tokens for piece in pieces)])
+            if whole:
+                rows = x[first.b, first.at:first.at + n]
+                rows = rows if rows.strides[1] == 4 and rows.flags.aligned else np.array(rows, order="C")
+            else:
+                rows = scratch.hidden[:n]
+                for piece, start in zip(pieces, cu.tolist(), strict=False):
+                    rows[start:start + piece.tokens] = x[piece.b, piece.at:piece.at + piece.tokens]
+            results = y[first.b, first.at:first.at + n] if whole else rows
+            views = scratch.views(n)
+            self._project(rows, views)
+            for piece in pieces:
+                if piece.begins is not None:
+                    piece.row.begin(*piece.begins)
+            targets = [piece.row.target_slot() for piece in pieces]
+            sources = [piece.row.source for piece in pieces]
+            self._between(views, sources, [piece.row.pairs[slot] for piece, slot in zip(pieces, targets, strict=True)],
+                          cu, first.chunked)
+            for piece, slot, start in zip(pieces, targets, cu.tolist(), strict=False):
+                if piece.call is not None:
+                    end = start + piece.tokens
+                    piece.call.parts += ((views.joint[start:end, :self._cuts[4]].copy(), views.g_rows[start:end].copy()),)
+                piece.row.advance(slot, piece.tokens, piece.call)
+            self._out.into(results, views.o_rows)
+            if not whole:
+                for piece, start in zip(pieces, cu.tolist(), strict=False):
+                    y[piece.b, piece.at:piece.at + piece.tokens] = rows[start:start + piece.tokens]
+        finally:
+            _idle[self._sizes].append(scratch)
+
+    def _simple(self, x: Array, row: Row) -> Array:
+        """_run for one row of few tokens whose state is in place, without the bookkeeping."""
+        T, hidden = x.shape[1:]
+        scratch = self._borrow(T, False)
+        try:
+            rows = x[0]
+            if x.dtype != np.float32 or not (rows.flags.c_contiguous and rows.flags.aligned):
+                rows = np.array(rows, np.float32, order="C")
+            views = scratch.views(T)
+            self._project(rows, views)
+            pair = row.pairs[0]
+            self._between(views, (pair,), (pair,), views.cu, T > self.recurrent_max)
+            row.position += T
+            y = np.empty((1, T, hidden), np.float32)
+            self._out.into(y[0], views.o_rows)
+        finally:
+            _idle[self._sizes].append(scratch)
+        return y if x.dtype == np.float32 else y.astype(x.dtype)
+
+    def _project(self, rows: Array, views: _Views) -> None:
+        """The projections before the recurrence: all that share x as one product, then the gates' second factors."""
+        self._in.into(views.joint, rows)
+        self._decay.into(views.g_rows, views.f_a)
+        if self._gate is not None:
+            self._gate.into(views.gate_rows, views.g_a)
+
+    def _between(self, views: _Views, sources: Sequence[Pair], targets: Sequence[Pair], cu: NDArray[np.int64],
+                 chunked: bool) -> None:
+        c = self.config
+        ops.fused_kda_layer(views.o, sources, targets, views.q, views.k, views.v, views.g, views.beta, views.gate,
+                            self._taps, self._norm, self._A_log, self._dt_bias, c.gate_lower_bound, cu, c.norm_eps,
+                            "sigmoid", False, chunked, self.isa)
+
+    def _replay(self, call: Call, tokens: int, source: Pair, target: Pair) -> None:
+        """The first `tokens` of a call once more, states only; see state.Call."""
+        joint, g = (parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*call.parts, strict=True))
+        c, cut = self.config, self._cuts
+        q, k, v = (joint[:tokens, cut[i]:cut[i + 1]].reshape(1, tokens, heads, -1)
+                   for i, heads in enumerate((c.num_heads, c.num_heads, c.num_v_heads)))
+        ops.fused_kda_layer(np.empty(v.shape, np.float32), (source,), (target,), q, k, v,
+                            g[:tokens].reshape(1, tokens, c.num_v_heads, c.head_dim),
+                            joint[None, :tokens, cut[3]:cut[4]], None, self._taps, None, self._A_log, self._dt_bias,
+                            c.gate_lower_bound, np.array([0, tokens]), isa=self.isa,
+                            chunked=call.offset > 0 or call.offset + tokens > self.recurrent_max)
+
+    def _borrow(self, tokens: int, gathers: bool) -> _Scratch:
+        """Scratch for a pass; the caller puts it back into _idle."""
+        idle = _idle.setdefault(self._sizes, [])
+        try:
+            scratch = idle.pop()
+        except IndexError:
+            scratch = None
+        if scratch is None or scratch.capacity < tokens:
+            scratch = _Scratch(self, min(PASS, 1 << (tokens - 1).bit_length()))
+        if gathers and (scratch.hidden.shape[0] < tokens or scratch.hidden.shape[1] != self.config.hidden_size):
+            scratch.hidden = aligned_empty((scratch.capacity, self.config.hidden_size))
+        return scratch
+
+
+class _Piece:
+    """Tokens [at, at + tokens) of row b of x, in one pass. `begins`: what Row.begin wants to know, where a span does."""
+
+    __slots__ = ("at", "b", "begins", "call", "chunked", "row", "tokens")
+
+    def __init__(self, row: Row, b: int, at: int, tokens: int, chunked: bool, begins: tuple[int, int, bool] | None,
+                 call: Call | None) -> None:
+        self.row, self.b, self.at, self.tokens = row, b, at, tokens
+        self.chunked, self.begins, self.call = chunked, begins, call
+
+
+class _Views:
+    """n tokens of a scratch, as the products (rows) and the kernel (heads) want them."""
+
+    __slots__ = ("beta", "cu", "f_a", "g", "g_a", "g_rows", "gate", "gate_rows", "joint", "k", "o", "o_rows", "q", "v")
+
+    def __init__(self, layer: KDALayer, scratch: _Scratch, n: int) -> None:
+        c, cut = layer.config, layer._cuts
+        self.joint = scratch.joint[:n]
+        q, k, v, beta, self.f_a, last = (self.joint[:, cut[i]:cut[i + 1]] for i in range(6))
+        self.g_rows, self.o_rows = scratch.g[:n], scratch.o[:n]
+        self.q, self.k = (a.reshape(1, n, c.num_heads, c.head_dim) for a in (q, k))
+        values = (1, n, c.num_v_heads, c.v_head_dim)
+        self.v, self.o, self.beta = v.reshape(values), self.o_rows.reshape(values), beta[None]
+        self.g = self.g_rows.reshape(1, n, c.num_v_heads, c.head_dim)
+        self.g_a, self.gate_rows = last, last if c.full_rank_gate else scratch.gate[:n]
+        self.gate = self.gate_rows.reshape(values)
+        self.cu = np.array([0, n], np.int64)
+
+
+class _Scratch:
+    """Room for the projections of a pass of up to `capacity` tokens."""
+
+    def __init__(self, layer: KDALayer, capacity: int) -> None:
+        joint, decay, v, full_rank = layer._sizes[:4]
+        self.capacity, self._layer = capacity, layer
+        self.joint, self.g = aligned_empty((capacity, joint)), aligned_empty((capacity, decay))
+        self.o, self.gate = aligned_empty((capacity, v)), aligned_empty((0 if full_rank else capacity, v))
+        self.hidden = aligned_empty((0, 0))
+        self._views: dict[int, _Views] = {}
+
+    def views(self, n: int) -> _Views:
+        """The first n tokens; those of few are kept."""
+        found = self._views.get(n)
+        if found is None:
+            found = _Views(self._layer, self, n)
+            if n <= 16:
+                self._views[n] = found
+        return found

@@ -1,0 +1,400 @@
+"""What a KDA layer remembers: the recurrent state, the last raw inputs of its convolutions, the position.
+
+A state with a rollback window keeps up to two snapshots of each row and the raw projections of the tokens since the
+older one. A snapshot is not a copy: the kernel leaves it where it is and writes the next state to another of three
+buffers. To drop tokens is to take those before them again, from the snapshot, through the same kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from kda import _core
+from kda.config import KDAConfig
+from kda.ops import Array, aligned_empty
+
+STATE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+Pair = tuple[Array, Array]  # S [HV, K, V] and histories [(W - 1) * (2 H K + HV V)], as the core takes them
+
+
+class Call:
+    """Tokens [offset, ...) of a call of `length` tokens: raw projections, in the parts that passes took them in.
+
+    replay(call, tokens, source, target) takes the first `tokens` of them again, as a call that ends there would have.
+    """
+
+    __slots__ = ("length", "offset", "parts", "replay")
+
+    def __init__(self, replay: Callable[[Call, int, Pair, Pair], None], length: int, offset: int,
+                 parts: tuple[tuple[Array, Array], ...] = ()) -> None:
+        self.replay, self.length, self.offset, self.parts = replay, length, offset, parts
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the parts hold."""
+        return sum(len(part[0]) for part in self.parts)
+
+    def first(self, tokens: int) -> Call:
+        """The call as if it had ended after `tokens` of these tokens."""
+        parts, left = [], tokens
+        for part in self.parts:
+            if left <= 0:
+                break
+            parts.append((part[0][:left], part[1][:left]))
+            left -= len(part[0])
+        return Call(self.replay, self.offset + tokens, self.offset, tuple(parts))
+
+
+class Snapshot:
+    """The buffer that holds a row's state after `position` tokens, and the calls since, up to the next snapshot."""
+
+    __slots__ = ("calls", "position", "slot")
+
+    def __init__(self, slot: int, position: int, calls: list[Call]) -> None:
+        self.slot, self.position, self.calls = slot, position, calls
+
+
+class Row:
+    """One sequence of a state, for the layer: where its buffers are and how to go back."""
+
+    __slots__ = ("depth", "pairs", "position", "slot", "snapshots", "window")
+
+    def __init__(self, pairs: list[Pair], window: int) -> None:
+        self.pairs, self.window = pairs, window
+        self.clear()
+
+    def clear(self) -> None:
+        """At position 0, nothing to go back to. The buffers are the state's affair."""
+        self.slot = self.position = self.depth = 0
+        self.snapshots: list[Snapshot] = []
+
+    @property
+    def source(self) -> Pair:
+        """The buffers to read."""
+        return self.pairs[self.slot]
+
+    def target_slot(self) -> int:
+        """The buffer to write: this one, unless a snapshot holds it."""
+        held = [snapshot.slot for snapshot in self.snapshots]
+        if self.slot not in held:
+            return self.slot
+        return next(slot for slot in range(len(self.pairs)) if slot not in held)
+
+    def spans(self, tokens: int, recurrent_max: int) -> list[tuple[int, int, bool]]:
+        """A call of `tokens` as (start, end, whether to log it).
+
+        A long call is logged from the last whole block that the window cannot reach behind, where a chunked call
+        may be cut without a trace; one that could end, after a rollback, within recurrent_max is logged whole.
+        """
+        if not self.window:
+            return [(0, tokens, False)]
+        if tokens - self.window <= recurrent_max:
+            return [(0, tokens, True)]
+        cut = (tokens - self.window) // _core.BLOCK * _core.BLOCK
+        return [(0, cut, False), (cut, tokens, True)] if cut else [(0, tokens, True)]
+
+    def begin(self, start: int, end: int, logged: bool) -> None:
+        """Before the tokens [start, end) of a call: a snapshot where the window will want one."""
+        if not self.window:
+            return
+        if not logged:
+            self.depth, self.snapshots = 0, []
+            return
+        since = self.position - self.snapshots[-1].position if self.snapshots else self.window
+        if since + end - start > self.window:
+            self.snapshots = [*self.snapshots[-1:], Snapshot(self.slot, self.position, [])]
+
+    def advance(self, slot: int, tokens: int, call: Call | None) -> None:
+        """After a pass that wrote buffer `slot`."""
+        self.slot, self.position = slot, self.position + tokens
+        if call is not None:
+            calls = self.snapshots[-1].calls
+            if not calls or calls[-1] is not call:
+                calls.append(call)
+            reach = self.position - self.snapshots[0].position
+            self.depth = min(self.window, self.depth + tokens, reach)
+
+    def rollback(self, tokens: int) -> None:
+        """Drop the last `tokens` <= depth tokens."""
+        if tokens == 0:
+            return
+        position = self.position - tokens
+        keep = max(i for i, snapshot in enumerate(self.snapshots) if snapshot.position <= position)
+        snapshots = self.snapshots[:keep + 1]
+        start = snapshots[-1]
+        left, calls = position - start.position, []
+        for call in start.calls:
+            if left > 0:
+                calls.append(call if call.tokens <= left else call.first(left))
+                left -= call.tokens
+        held = [snapshot.slot for snapshot in snapshots]
+        slot = next(i for i in (self.slot, *range(len(self.pairs))) if i not in held)
+        source, target = self.pairs[start.slot], self.pairs[slot]
+        if not calls:
+            for to, kept in zip(target, source, strict=True):
+                np.copyto(to, kept)
+        for call in calls:
+            call.replay(call, call.tokens, source, target)
+            source = target
+        self.snapshots = [*snapshots[:-1], Snapshot(start.slot, start.position, calls)]
+        self.slot, self.position, self.depth = slot, position, self.depth - tokens
+
+    def copy_to(self, other: Row) -> None:
+        """Everything but the memory; parts of calls are never written, so both may hold them."""
+        other.slot, other.position, other.depth = self.slot, self.position, self.depth
+        other.snapshots = [Snapshot(s.slot, s.position, list(s.calls)) for s in self.snapshots]
+        for slot in {self.slot, *(s.slot for s in self.snapshots)}:
+            for to, kept in zip(other.pairs[slot], self.pairs[slot], strict=True):
+                np.copyto(to, kept)
+
+
+class KDAState:
+    """The state of one KDA layer for `batch` sequences. Made by KDALayer.new_state, by a Session, or from a config.
+
+    config : KDAConfig. batch : sequences, each a row. rollback_window : how many of a row's last tokens `rollback` can
+    drop; above 0 the state takes three times the memory, and about 4 bytes x (3 H K + HV (K + V)) a token of the
+    window. state_dtype : "float32", or "bfloat16": S is rounded to nearest even at the end of every call and takes
+    half the memory; all arithmetic stays float32 (a model decoding token by token drifts by about 1 % of the
+    outputs). The histories are float32 either way.
+
+    A state serves one call at a time: a second thread gets a RuntimeError, not a race.
+    """
+
+    def __init__(self, config: KDAConfig, batch: int = 1, rollback_window: int = 0,
+                 state_dtype: str = "float32") -> None:
+        self.config = config
+        self.batch = _count("batch", batch, 1)
+        self.rollback_window = _count("rollback_window", rollback_window, 0)
+        if state_dtype not in STATE_DTYPES:
+            raise ValueError(f"state_dtype: expected 'float32' or 'bfloat16', got {state_dtype!r}")
+        self.state_dtype = state_dtype
+        self._lock = threading.Lock()
+        HV, K, V = config.num_v_heads, config.head_dim, config.v_head_dim
+        self._sizes = [(config.conv_size - 1) * D for D in (config.num_heads * K, config.num_heads * K, HV * V)]
+        slots = 3 if self.rollback_window else 1
+        bits = np.dtype(np.float32 if state_dtype == "float32" else np.uint16)
+        self._s = [_zeros((self.batch, HV, K, V), bits) for _ in range(slots)]
+        self._h = [np.zeros((self.batch, sum(self._sizes)), np.float32) for _ in range(slots)]
+        self.rows = [Row([(s[i], h[i]) for s, h in zip(self._s, self._h, strict=True)], self.rollback_window)
+                     for i in range(self.batch)]
+
+    # ---- what it holds ----
+
+    @property
+    def recurrent(self) -> Array:
+        """S [B, HV, K, V] of state_dtype: a view. With a rollback window it is read-only and holds until the next
+        call; a value written there would be lost by a rollback. `load` replaces it."""
+        s = self._s[self._common_slot()]
+        return self._shown(s if s.dtype == np.float32 else s.view(ml_dtypes.bfloat16))
+
+    @property
+    def conv_q(self) -> NDArray[np.float32]:
+        """The last W - 1 raw inputs of q's convolution [B, H K, W - 1], oldest first: a view as `recurrent` is."""
+        return self._history(0)
+
+    @property
+    def conv_k(self) -> NDArray[np.float32]:
+        """The same of k."""
+        return self._history(1)
+
+    @property
+    def conv_v(self) -> NDArray[np.float32]:
+        """The same of v, [B, HV V, W - 1]."""
+        return self._history(2)
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """Tokens that each row has taken, [B], a copy."""
+        return np.array([row.position for row in self.rows], np.int64)
+
+    @property
+    def position(self) -> int | NDArray[np.int64]:
+        """Tokens taken: an int where all rows have taken as many, else `positions`."""
+        first = self.rows[0].position
+        return first if all(row.position == first for row in self.rows) else self.positions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, and of what is kept for a rollback."""
+        calls = {id(part): part for row in self.rows for s in row.snapshots for c in s.calls for part in c.parts}
+        return (sum(a.nbytes for a in (*self._s, *self._h))
+                + sum(a.nbytes for part in calls.values() for a in part))
+
+    def __repr__(self) -> str:
+        return (f"KDAState(batch={self.batch}, position={self.position}, rollback_window={self.rollback_window}, "
+                f"state_dtype={self.state_dtype!r}, nbytes={self.nbytes})")
+
+    # ---- what can be done with it ----
+
+    def copy(self) -> KDAState:
+        """An independent state that goes on as this one would, rollback included."""
+        return self.select(range(self.batch))
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KDAState:
+        return self.copy()
+
+    def select(self, rows: Sequence[int]) -> KDAState:
+        """A new state whose rows are copies of these rows, any of them once, more than once, or not at all."""
+        index = [range(self.batch)[i] for i in rows]
+        with exclusive(self):
+            other = KDAState(self.config, len(index), self.rollback_window, self.state_dtype)
+            for i, row in zip(index, other.rows, strict=True):
+                self.rows[i].copy_to(row)
+        return other
+
+    def reset(self) -> None:
+        """Back to zeros and position 0."""
+        with exclusive(self):
+            self._clear()
+
+    def rollback(self, n: int | Sequence[int] | NDArray[np.integer[Any]]) -> None:
+        """Drop the last n tokens of every row, or n[b] of row b: bit for bit as if they had never been taken.
+
+        A row can drop as many tokens as it has taken since its start or a load, up to rollback_window; what has been
+        dropped counts against the window until as many have been taken again. Raises ValueError for more, and leaves
+        all rows as they are.
+        """
+        with exclusive(self):
+            self.rollback_rows(self.checked_rollback(n))
+
+    def checked_rollback(self, n: Any, what: str = "") -> list[int]:
+        """n for each row, or the error; for rollback and the session."""
+        counts = np.asarray(n)
+        if counts.dtype.kind not in "iu":
+            raise TypeError(f"n: expected an int or [{self.batch}] ints, got {n!r}")
+        if counts.shape not in ((), (self.batch,)):
+            raise ValueError(f"n: expected an int or [{self.batch}] ints, got {list(counts.shape)}")
+        each = [int(c) for c in np.broadcast_to(counts, (self.batch,))]
+        for i, (count, row) in enumerate(zip(each, self.rows, strict=True)):
+            if not 0 <= count <= row.depth:
+                raise ValueError(f"n: {what}row {i} can drop 0 to {row.depth} tokens (position {row.position}, "
+                                 f"rollback_window {self.rollback_window}), got {count}")
+        return each
+
+    def rollback_rows(self, counts: Sequence[int]) -> None:
+        """checked_rollback's numbers, done."""
+        for count, row in zip(counts, self.rows, strict=True):
+            row.rollback(count)
+
+    def load(self, recurrent: Array, conv_q: Array, conv_k: Array, conv_v: Array,
+             positions: int | Sequence[int] | NDArray[np.integer[Any]]) -> None:
+        """Copy in a state from elsewhere: arrays shaped as the properties of those names (conv states W columns wide
+        are taken too: the first is never read), any float dtype, and how many tokens they stand for.
+
+        Raises ValueError for other shapes; then nothing has changed.
+        """
+        given = [("recurrent", recurrent, self._s[0].shape)]
+        W = self.config.conv_size
+        for name, x, size in zip(("conv_q", "conv_k", "conv_v"), (conv_q, conv_k, conv_v), self._sizes, strict=True):
+            D = size // (W - 1) if W > 1 else np.shape(x)[1] if np.ndim(x) == 3 else 0
+            given.append((name, x, (self.batch, D, W - 1)))
+        arrays = []
+        for name, x, shape in given:
+            x = np.asarray(x)
+            if name != "recurrent" and x.shape == (*shape[:2], W):
+                x = x[:, :, 1:]
+            if x.shape != shape:
+                raise ValueError(f"{name}: expected {list(shape)}, got {list(x.shape)}")
+            arrays.append(x)
+        counts = np.asarray(positions)
+        if counts.dtype.kind not in "iu" or counts.shape not in ((), (self.batch,)) or (counts < 0).any():
+            raise ValueError(f"positions: expected an int >= 0 or [{self.batch}] of them, got {positions!r}")
+        with exclusive(self):
+            self._clear()
+            s = self._s[0] if self._s[0].dtype == np.float32 else self._s[0].view(ml_dtypes.bfloat16)
+            s[...] = arrays[0]
+            if W > 1:
+                for i, x in enumerate(arrays[1:]):
+                    self._taps(i, 0)[...] = x.transpose(0, 2, 1)
+            for row, count in zip(self.rows, np.broadcast_to(counts, (self.batch,)), strict=True):
+                row.position = int(count)
+
+    # ---- inside ----
+
+    def _clear(self) -> None:
+        self._s[0][...] = 0
+        self._h[0][...] = 0
+        for row in self.rows:
+            row.clear()
+
+    def _common_slot(self) -> int:
+        """The slot of every row's current state; rows that went back alone are brought to that of the first."""
+        slot = self.rows[0].slot
+        apart = [row for row in self.rows if row.slot != slot]
+        if apart:
+            with exclusive(self):
+                self._bring(apart, slot)
+        return slot
+
+    @staticmethod
+    def _bring(rows: list[Row], slot: int) -> None:
+        """Swap the rows' current buffers with those at `slot`."""
+        for row in rows:
+            if row.slot != slot:
+                mine, there = row.pairs[row.slot], row.pairs[slot]
+                for a, b in zip(mine, there, strict=True):
+                    a[...], b[...] = b.copy(), a.copy()
+                for snapshot in row.snapshots:
+                    if snapshot.slot in (slot, row.slot):
+                        snapshot.slot = slot + row.slot - snapshot.slot
+                row.slot = slot
+
+    def _taps(self, which: int, slot: int) -> NDArray[np.float32]:
+        """[B, W - 1, D] of one convolution."""
+        start, size, past = sum(self._sizes[:which]), self._sizes[which], self.config.conv_size - 1
+        D = (self.config.num_heads * self.config.head_dim if which < 2
+             else self.config.num_v_heads * self.config.v_head_dim)
+        return self._h[slot][:, start:start + size].reshape(self.batch, past, D)
+
+    def _history(self, which: int) -> Array:
+        return self._shown(self._taps(which, self._common_slot()).transpose(0, 2, 1))
+
+    def _shown(self, x: Array) -> Array:
+        if self.rollback_window:
+            x = x.view()
+            x.flags.writeable = False
+        return x
+
+
+@contextlib.contextmanager
+def exclusive(*states: KDAState) -> Iterator[None]:
+    """Holds the states' locks; RuntimeError where another call holds one."""
+    held = []
+    try:
+        for state in states:
+            if not state._lock.acquire(blocking=False):
+                raise RuntimeError(f"{state!r} is in use by another call; a state serves one call at a time, so give "
+                                   "each thread its own (copy, Session.fork)")
+            held.append(state)
+        yield
+    finally:
+        for state in held:
+            state._lock.release()
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an int >= {least}, got {value!r}")
+    number: int = value.__index__()
+    if number < least:
+        raise ValueError(f"{name}: expected an int >= {least}, got {number}")
+    return number
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Zeros on a cache line, in memory that is there: the first step does not fault its pages in."""
+    size = math.prod(shape)
+    x: Array = aligned_empty((-(-size * dtype.itemsize // 4),)).view(dtype)[:size].reshape(shape)
+    x[...] = 0
+    return x
