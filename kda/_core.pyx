@@ -348,47 +348,63 @@ def delta(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
     run_delta(buffers, &job, threads)
 
 
-def layer(int isa, o, states_in, states_out, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, double scale,
-          double lower_bound, double eps, int flags, bint chunked, tuple taps, gate, weight, double norm_eps,
-          int activation):
-    """Everything between a layer's projections. As delta, on one batch row of packed sequences, and:
+cdef class Layer:
+    """Everything between a layer's projections, for arrays that stay: q, k, v, g, beta, A_log, dt_bias, scale,
+    lower_bound, eps and flags as delta has them, on one batch row of packed sequences. Their buffers are held.
 
-    states_in, states_out: for each sequence (S [HV,K,V] float32 or bfloat16 as uint16, histories float32
-    [(width - 1) * (2 * H * K + HV * V)]: taps by channels of q, then k, then v). They may be the same objects.
     taps: [width * D] for q, k and v. gate [1,T,HV,V], weight [V]: the gated norm; gate None: o comes without it.
     """
-    cdef _Buffers buffers = _Buffers()
+    cdef _Buffers buffers
     cdef kda_job job
-    cdef Py_ssize_t D_qk, D_v, width, n
-    cdef void **pointers
-    projections(buffers, &job, isa, o, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, eps, flags,
-                chunked)
-    if job.cu_seqlens == NULL or len(states_in) != job.N or len(states_out) != job.N:
-        raise ValueError("expected a state for each sequence of cu_seqlens")
-    D_qk, D_v = job.H * job.K, job.HV * job.V
-    width = taps[0].shape[0] // D_qk
-    if not 1 <= width <= KDA_CONV_MAX:
-        raise ValueError("bad kernel width")
-    job.conv_width = <int>width
-    job.conv_q.taps, job.conv_q.D = buffers.floats(taps[0], width * D_qk), D_qk
-    job.conv_k.taps, job.conv_k.D = buffers.floats(taps[1], width * D_qk), D_qk
-    job.conv_v.taps, job.conv_v.D = buffers.floats(taps[2], width * D_v), D_v
-    job.conv_k.start, job.conv_v.start = (width - 1) * D_qk, 2 * (width - 1) * D_qk
-    if gate is not None:
-        buffers.tensor(&job.o_gate, gate, (1, job.T, job.HV, job.V), 1, False)
-        job.norm_weight = buffers.floats(weight, job.V)
-        job.norm_eps, job.norm_activation = norm_eps, activation
-    pointers = buffers.pointers(4 * job.N + 1)
-    job.rows.s_in, job.rows.s_out = pointers, pointers + job.N
-    job.rows.past, job.rows.next = <float **>(pointers + 2 * job.N), <float **>(pointers + 3 * job.N)
-    job.s_dtype = dtype_code(states_out[0][0]) if job.N else KDA_F32
-    for n in range(job.N):
-        row_state(&job, n, states_out[n], width, True)
-        if states_in[n] is states_out[n]:
-            job.rows.s_in[n], job.rows.past[n] = job.rows.s_out[n], job.rows.next[n]
-        else:
-            row_state(&job, n, states_in[n], width, False)
-    run_delta(buffers, &job, threads_for(<long long>max(job.T, job.N) * job.HV * job.K * job.V))
+
+    def __init__(self, int isa, o, q, k, v, g, beta, A_log, dt_bias, double scale, double lower_bound, double eps,
+                 int flags, tuple taps, gate, weight, double norm_eps, int activation):
+        cdef _Buffers buffers = _Buffers()
+        cdef kda_job *job = &self.job
+        cdef Py_ssize_t D_qk, D_v, width
+        if self.buffers is not None:
+            raise ValueError("made once")
+        projections(buffers, job, isa, o, q, k, v, g, beta, A_log, dt_bias, None, scale, lower_bound, eps, flags,
+                    False)
+        D_qk, D_v = job.H * job.K, job.HV * job.V
+        width = taps[0].shape[0] // D_qk
+        if job.N != 1 or not 1 <= width <= KDA_CONV_MAX:
+            raise ValueError("expected one batch row, and 1 to 8 taps")
+        job.conv_width = <int>width
+        job.conv_q.taps, job.conv_q.D = buffers.floats(taps[0], width * D_qk), D_qk
+        job.conv_k.taps, job.conv_k.D = buffers.floats(taps[1], width * D_qk), D_qk
+        job.conv_v.taps, job.conv_v.D = buffers.floats(taps[2], width * D_v), D_v
+        job.conv_k.start, job.conv_v.start = (width - 1) * D_qk, 2 * (width - 1) * D_qk
+        if gate is not None:
+            buffers.tensor(&job.o_gate, gate, (1, job.T, job.HV, job.V), 1, False)
+            job.norm_weight = buffers.floats(weight, job.V)
+            job.norm_eps, job.norm_activation = norm_eps, activation
+        self.buffers = buffers
+
+    def run(self, states_in, states_out, cu_seqlens, bint chunked):
+        """For each sequence (S [HV,K,V] float32 or bfloat16 as uint16, histories float32 [(width - 1) * (2 * H * K +
+        HV * V)]: taps by channels of q, then k, then v). In and out may be the same objects."""
+        cdef _Buffers buffers = _Buffers()
+        cdef kda_job job = self.job
+        cdef void **pointers
+        cdef Py_ssize_t n
+        if self.buffers is None:
+            raise ValueError("not made")
+        job.cu_seqlens = sequences(buffers, cu_seqlens, 1, job.T, &job.N)
+        if job.cu_seqlens == NULL or len(states_in) != job.N or len(states_out) != job.N:
+            raise ValueError("expected a state for each sequence of cu_seqlens")
+        job.block = KDA_BLOCK if chunked else 1
+        pointers = buffers.pointers(4 * job.N + 1)
+        job.rows.s_in, job.rows.s_out = pointers, pointers + job.N
+        job.rows.past, job.rows.next = <float **>(pointers + 2 * job.N), <float **>(pointers + 3 * job.N)
+        job.s_dtype = dtype_code(states_out[0][0]) if job.N else KDA_F32
+        for n in range(job.N):
+            row_state(&job, n, states_out[n], True)
+            if states_in[n] is states_out[n]:
+                job.rows.s_in[n], job.rows.past[n] = job.rows.s_out[n], job.rows.next[n]
+            else:
+                row_state(&job, n, states_in[n], False)
+        run_delta(buffers, &job, threads_for(<long long>max(job.T, job.N) * job.HV * job.K * job.V))
 
 
 cdef int dtype_code(x) except -1:
@@ -412,10 +428,10 @@ cdef void *whole(x, int dtype, Py_ssize_t n, bint writable) except? NULL:
         PyBuffer_Release(&view)
 
 
-cdef int row_state(kda_job *job, Py_ssize_t n, tuple arrays, Py_ssize_t width, bint writable) except -1:
+cdef int row_state(kda_job *job, Py_ssize_t n, tuple arrays, bint writable) except -1:
     s, h = arrays
     cdef void *at_s = whole(s, job.s_dtype, job.HV * job.K * job.V, writable)
-    cdef void *at_h = whole(h, KDA_F32, (width - 1) * (2 * job.conv_q.D + job.conv_v.D), writable)
+    cdef void *at_h = whole(h, KDA_F32, (job.conv_width - 1) * (2 * job.conv_q.D + job.conv_v.D), writable)
     if job.s_dtype == KDA_F16:
         raise ValueError("a state is float32 or bfloat16")
     if writable:
@@ -626,31 +642,45 @@ def matrix_encode(int isa, codes, scales, bad, w, Py_ssize_t group, int bits):
     run(&kda_encode_item, &job, tiles, threads, False)
 
 
-def matrix_multiply(int isa, y, x, codes, scales, Py_ssize_t N, Py_ssize_t group, int bits):
-    """y float32 [T, N] = x [T, K] times a packed matrix, with x quantised to int8 by token and group."""
-    cdef _Buffers buffers = _Buffers()
-    cdef kda_idot_job job
-    cdef kda_tensor t
-    cdef Py_ssize_t T, K, padded
-    T, K = x.shape
-    matrix(buffers, &job.m, isa, codes, scales, N, K, group, bits, False)
-    buffers.tensor(&job.x, x, (T, K), 1, False)
-    buffers.tensor(&t, y, (T, N), 1, True)
-    if t.dtype != KDA_F32:
-        raise ValueError("y is float32")
-    job.y, job.ld_y, job.T = <float *>t.data, t.batch, T
-    padded = job.m.groups * group
-    cdef int threads = threads_for(T * N * K // 8)
-    job.scratch_floats = rounded(kda_idot_scratch(&job.m))
-    # the activations of all tokens lie behind the threads' scratch: codes, scales, sums
-    cdef Py_ssize_t floats = rounded(T * padded // 4 + 2 * T * job.m.groups)
-    job.scratch = buffers.scratch(1, threads * job.scratch_floats + floats)
-    job.x_scales = job.scratch + threads * job.scratch_floats
-    job.x_sums = <int *>(job.x_scales + T * job.m.groups)
-    job.x_codes = <signed char *>(job.x_sums + T * job.m.groups)
-    cdef Py_ssize_t blocks = kda_idot_blocks(&job), chunks = kda_idot_chunks(&job)
-    run(&kda_idot_quantize_item, &job, blocks, <int>min(<Py_ssize_t>threads_for(T * K // 4), max(blocks, 1)), False)
-    run(&kda_idot_item, &job, chunks, <int>min(<Py_ssize_t>threads, chunks), False)
+cdef class Matrix:
+    """A packed matrix whose buffers are held, for its products."""
+    cdef _Buffers buffers
+    cdef kda_matrix m
+
+    def __init__(self, int isa, codes, scales, Py_ssize_t N, Py_ssize_t K, Py_ssize_t group, int bits):
+        cdef _Buffers buffers = _Buffers()
+        if self.buffers is not None:
+            raise ValueError("made once")
+        matrix(buffers, &self.m, isa, codes, scales, N, K, group, bits, False)
+        self.buffers = buffers
+
+    def multiply(self, y, x):
+        """y float32 [T, N] = x [T, K] times the matrix, with x quantised to int8 by token and group."""
+        cdef _Buffers buffers = _Buffers()
+        cdef kda_idot_job job
+        cdef kda_tensor t
+        cdef Py_ssize_t T = x.shape[0], N = self.m.N, K = self.m.K, padded
+        if self.buffers is None:
+            raise ValueError("not made")
+        job.m = self.m
+        buffers.tensor(&job.x, x, (T, K), 1, False)
+        buffers.tensor(&t, y, (T, N), 1, True)
+        if t.dtype != KDA_F32:
+            raise ValueError("y is float32")
+        job.y, job.ld_y, job.T = <float *>t.data, t.batch, T
+        padded = job.m.groups * job.m.group
+        cdef int threads = threads_for(T * N * K // 8)
+        job.scratch_floats = rounded(kda_idot_scratch(&job.m))
+        # the activations of all tokens lie behind the threads' scratch: codes, scales, sums
+        cdef Py_ssize_t floats = rounded(T * padded // 4 + 2 * T * job.m.groups)
+        job.scratch = buffers.scratch(1, threads * job.scratch_floats + floats)
+        job.x_scales = job.scratch + threads * job.scratch_floats
+        job.x_sums = <int *>(job.x_scales + T * job.m.groups)
+        job.x_codes = <signed char *>(job.x_sums + T * job.m.groups)
+        cdef Py_ssize_t blocks = kda_idot_blocks(&job), chunks = kda_idot_chunks(&job)
+        run(&kda_idot_quantize_item, &job, blocks, <int>min(<Py_ssize_t>threads_for(T * K // 4), max(blocks, 1)),
+            False)
+        run(&kda_idot_item, &job, chunks, <int>min(<Py_ssize_t>threads, chunks), False)
 
 
 # ---- dense matrices ----
@@ -692,23 +722,36 @@ def dense_pack(int isa, packed, w, Py_ssize_t N, Py_ssize_t first):
     run(&kda_dense_pack_item, &job, items, threads, True)
 
 
-def dense_multiply(int isa, y, x, packed, Py_ssize_t N):
-    """y [T, N] = x [T, K] times a packed matrix; float32, rows contiguous."""
-    cdef _Buffers buffers = _Buffers()
+cdef class Dense:
+    """A packed matrix whose buffer is held, for its products."""
+    cdef _Buffers buffers
     cdef kda_dense_job job
-    cdef kda_tensor t_x, t_y
-    cdef Py_ssize_t T, K
-    T, K = x.shape
-    panels(buffers, &job, isa, packed, N, K, False)
-    buffers.tensor(&t_x, x, (T, K), 1, False)
-    buffers.tensor(&t_y, y, (T, N), 1, True)
-    if t_x.dtype != KDA_F32 or t_y.dtype != KDA_F32:
-        raise ValueError("x and y are float32")
-    if T == 0:
-        return
-    job.x, job.ld_x, job.y, job.ld_y, job.T = <float *>t_x.data, t_x.batch, <float *>t_y.data, t_y.batch, T
-    cdef Py_ssize_t items = kda_dense_chunks(&job)
-    run(&kda_dense_item, &job, items, <int>max(1, min(<Py_ssize_t>threads_for(T * N * K // 2), items)), False)
+
+    def __init__(self, int isa, packed, Py_ssize_t N, Py_ssize_t K):
+        cdef _Buffers buffers = _Buffers()
+        if self.buffers is not None:
+            raise ValueError("made once")
+        panels(buffers, &self.job, isa, packed, N, K, False)
+        self.buffers = buffers
+
+    def multiply(self, y, x):
+        """y [T, N] = x [T, K] times the matrix; float32, rows contiguous."""
+        cdef _Buffers buffers = _Buffers()
+        cdef kda_dense_job job = self.job
+        cdef kda_tensor t_x, t_y
+        cdef Py_ssize_t T = x.shape[0]
+        if self.buffers is None:
+            raise ValueError("not made")
+        buffers.tensor(&t_x, x, (T, job.K), 1, False)
+        buffers.tensor(&t_y, y, (T, job.N), 1, True)
+        if t_x.dtype != KDA_F32 or t_y.dtype != KDA_F32:
+            raise ValueError("x and y are float32")
+        if T == 0:
+            return
+        job.x, job.ld_x, job.y, job.ld_y, job.T = <float *>t_x.data, t_x.batch, <float *>t_y.data, t_y.batch, T
+        cdef Py_ssize_t items = kda_dense_chunks(&job)
+        run(&kda_dense_item, &job, items, <int>max(1, min(<Py_ssize_t>threads_for(T * job.N * job.K // 2), items)),
+            False)
 
 
 # ---- ceilings ----

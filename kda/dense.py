@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +35,14 @@ class DenseMatrix:
         for part in rows:
             _core.dense_pack(self._row, self._panels, part, self.shape[0], first)
             first += len(part)
+        self._held = _core.Dense(self._row, self._panels, *self.shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the packed weights."""
         return self._panels.nbytes
 
-    def into(self, y: NDArray[np.float32], x: NDArray[np.float32]) -> None:
-        """y [T, N] = x [T, K] times the transpose; rows contiguous, nothing checked but by the core."""
-        _core.dense_multiply(self._row, y, x, self._panels, self.shape[0])
+    @property
+    def into(self) -> Callable[[Array, Array], None]:
+        """into(y, x): y [T, N] = x [T, K] times the transpose; rows contiguous, nothing checked but by the core."""
+        return self._held.multiply

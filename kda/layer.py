@@ -22,9 +22,10 @@ from kda.weights import layer_tensors, read_safetensors
 Matrix = DenseMatrix | QuantizedMatrix
 _FORMATS = {"f32": 32, "q8g": 8, "q4g": 4}
 PASS = 256  # tokens of a pass: what weights are read for once, while the projections stay near
+_FEW = 16  # tokens that a small scratch holds
 
-# Scratch of layers that are not running, by the sizes of a token's projections: a call takes one and puts it back, so
-# that layers of one model share the memory that is in the cache, and two threads never do.
+# Scratch that no call is using, by its sizes: a call takes one and puts it back, so that layers of one model share the
+# memory that is in the cache, and two threads never do. Never given up: a layer keeps its views of it.
 _idle: dict[tuple[int, ...], list[_Scratch]] = {}
 
 
@@ -67,7 +68,9 @@ class KDALayer:
         self._norm = tensors["o_norm.weight"]
         # columns of the joint projection, and of what is kept of it for a rollback
         self._cuts = np.cumsum([0, qk, qk, v, HV, c.head_dim, v if c.full_rank_gate else c.head_dim]).tolist()
-        self._sizes = (self._in.shape[0], HV * c.head_dim, v, int(c.full_rank_gate), c.num_heads, HV)
+        # of a token's row in a scratch: joint projection, decay, output gate, o, hidden
+        self._sizes = (self._in.shape[0], HV * c.head_dim, 0 if c.full_rank_gate else v, v, c.hidden_size)
+        self._bound: dict[tuple[_Scratch, int], _Views] = {}
 
     @classmethod
     def from_tensors(cls, config: KDAConfig, tensors: Mapping[str, Array],
@@ -139,12 +142,13 @@ class KDALayer:
         states = (state,) if isinstance(state, KDAState) else tuple(state)
         x = self._checked(x, states)
         B, T = x.shape[:2]
+        if B == 1 and lengths is None and 1 <= T <= PASS:  # the plain step
+            row = states[0].rows[0]
+            if not row.window or T - row.window <= self.recurrent_max:
+                with states[0].lock:
+                    return self._simple(x, row)
         with exclusive(*states):
-            rows = states[0].rows if len(states) == 1 else [row for s in states for row in s.rows]
-            if lengths is None and B == 1 and T <= PASS and not rows[0].window:  # the plain step
-                if T == 0:
-                    return np.empty_like(x)
-                return self._simple(x, rows[0])
+            rows = [row for s in states for row in s.rows]
             spans = self._valid(lengths, padding_side, B, T)
             y = np.zeros(x.shape, x.dtype)
             for passes in self._passes(rows, spans):
@@ -222,7 +226,7 @@ class KDALayer:
         n = sum(piece.tokens for piece in pieces)
         first = pieces[0]
         whole = len(pieces) == 1 and x.dtype == np.float32
-        scratch = self._borrow(n, x.dtype != np.float32 or len(pieces) > 1)
+        scratch = self._borrow(n)
         try:
             cu = np.cumsum([0, *(piece.tokens for piece in pieces)])
             if whole:
@@ -233,45 +237,49 @@ class KDALayer:
                 for piece, start in zip(pieces, cu.tolist(), strict=False):
                     rows[start:start + piece.tokens] = x[piece.b, piece.at:piece.at + piece.tokens]
             results = y[first.b, first.at:first.at + n] if whole else rows
-            views = scratch.views(n)
+            views = self._views(scratch, n)
             self._project(rows, views)
             for piece in pieces:
                 if piece.begins is not None:
                     piece.row.begin(*piece.begins)
             targets = [piece.row.target_slot() for piece in pieces]
             sources = [piece.row.source for piece in pieces]
-            self._between(views, sources, [piece.row.pairs[slot] for piece, slot in zip(pieces, targets, strict=True)],
-                          cu, first.chunked)
+            views.fused.run(sources, [piece.row.pairs[slot] for piece, slot in zip(pieces, targets, strict=True)], cu,
+                            first.chunked)
             for piece, slot, start in zip(pieces, targets, cu.tolist(), strict=False):
                 if piece.call is not None:
-                    end = start + piece.tokens
-                    piece.call.parts += ((views.joint[start:end, :self._cuts[4]].copy(), views.g_rows[start:end].copy()),)
+                    piece.call.parts += (self._kept(views, start, start + piece.tokens),)
                 piece.row.advance(slot, piece.tokens, piece.call)
             self._out.into(results, views.o_rows)
             if not whole:
                 for piece, start in zip(pieces, cu.tolist(), strict=False):
                     y[piece.b, piece.at:piece.at + piece.tokens] = rows[start:start + piece.tokens]
         finally:
-            _idle[self._sizes].append(scratch)
+            scratch.give_back()
 
     def _simple(self, x: Array, row: Row) -> Array:
-        """_run for one row of few tokens whose state is in place, without the bookkeeping."""
+        """_run for one row whose tokens are one pass and one span."""
         T, hidden = x.shape[1:]
-        scratch = self._borrow(T, False)
+        scratch = self._borrow(T)
         try:
             rows = x[0]
             if x.dtype != np.float32 or not (rows.flags.c_contiguous and rows.flags.aligned):
                 rows = np.array(rows, np.float32, order="C")
-            views = scratch.views(T)
+            views = self._views(scratch, T)
             self._project(rows, views)
-            pair = row.pairs[0]
-            self._between(views, (pair,), (pair,), views.cu, T > self.recurrent_max)
-            row.position += T
+            row.begin(0, T, True)
+            slot = row.target_slot() if row.snapshots else row.slot
+            views.fused.run((row.pairs[row.slot],), (row.pairs[slot],), views.cu, T > self.recurrent_max)
+            row.advance(slot, T, Call(self._replay, T, 0, (self._kept(views, 0, T),)) if row.window else None)
             y = np.empty((1, T, hidden), np.float32)
             self._out.into(y[0], views.o_rows)
         finally:
-            _idle[self._sizes].append(scratch)
+            scratch.give_back()
         return y if x.dtype == np.float32 else y.astype(x.dtype)
+
+    def _kept(self, views: _Views, start: int, end: int) -> tuple[Array, Array]:
+        """What a rollback takes tokens again from: raw q, k, v, beta, and g."""
+        return views.joint[start:end, :self._cuts[4]].copy(), views.g_rows[start:end].copy()
 
     def _project(self, rows: Array, views: _Views) -> None:
         """The projections before the recurrence: all that share x as one product, then the gates' second factors."""
@@ -280,12 +288,11 @@ class KDALayer:
         if self._gate is not None:
             self._gate.into(views.gate_rows, views.g_a)
 
-    def _between(self, views: _Views, sources: Sequence[Pair], targets: Sequence[Pair], cu: NDArray[np.int64],
-                 chunked: bool) -> None:
+    def _fused(self, *arrays: Array, norm: bool) -> _core.Layer:
+        """The kernel between the projections, bound to out, q, k, v, g, beta and the gate."""
         c = self.config
-        ops.fused_kda_layer(views.o, sources, targets, views.q, views.k, views.v, views.g, views.beta, views.gate,
-                            self._taps, self._norm, self._A_log, self._dt_bias, c.gate_lower_bound, cu, c.norm_eps,
-                            "sigmoid", False, chunked, self.isa)
+        return ops.fused_kda_layer(*arrays, *(() if norm else (None,)), self._taps, self._norm if norm else None,
+                                   self._A_log, self._dt_bias, c.gate_lower_bound, c.norm_eps, isa=self.isa)
 
     def _replay(self, call: Call, tokens: int, source: Pair, target: Pair) -> None:
         """The first `tokens` of a call once more, states only; see state.Call."""
@@ -293,24 +300,28 @@ class KDALayer:
         c, cut = self.config, self._cuts
         q, k, v = (joint[:tokens, cut[i]:cut[i + 1]].reshape(1, tokens, heads, -1)
                    for i, heads in enumerate((c.num_heads, c.num_heads, c.num_v_heads)))
-        ops.fused_kda_layer(np.empty(v.shape, np.float32), (source,), (target,), q, k, v,
+        fused = self._fused(np.empty(v.shape, np.float32), q, k, v,
                             g[:tokens].reshape(1, tokens, c.num_v_heads, c.head_dim),
-                            joint[None, :tokens, cut[3]:cut[4]], None, self._taps, None, self._A_log, self._dt_bias,
-                            c.gate_lower_bound, np.array([0, tokens]), isa=self.isa,
-                            chunked=call.offset > 0 or call.offset + tokens > self.recurrent_max)
+                            joint[None, :tokens, cut[3]:cut[4]], norm=False)
+        fused.run((source,), (target,), np.array([0, tokens]),
+                  call.offset > 0 or call.offset + tokens > self.recurrent_max)
 
-    def _borrow(self, tokens: int, gathers: bool) -> _Scratch:
-        """Scratch for a pass; the caller puts it back into _idle."""
-        idle = _idle.setdefault(self._sizes, [])
+    def _borrow(self, tokens: int) -> _Scratch:
+        """Scratch for a pass; the caller gives it back."""
+        capacity = _FEW if tokens <= _FEW else PASS
         try:
-            scratch = idle.pop()
-        except IndexError:
-            scratch = None
-        if scratch is None or scratch.capacity < tokens:
-            scratch = _Scratch(self, min(PASS, 1 << (tokens - 1).bit_length()))
-        if gathers and (scratch.hidden.shape[0] < tokens or scratch.hidden.shape[1] != self.config.hidden_size):
-            scratch.hidden = aligned_empty((scratch.capacity, self.config.hidden_size))
-        return scratch
+            return _idle[(*self._sizes, capacity)].pop()
+        except (KeyError, IndexError):
+            return _Scratch(self._sizes, capacity)
+
+    def _views(self, scratch: _Scratch, n: int) -> _Views:
+        """The first n tokens of a scratch, and the kernel bound to them; those of few tokens are kept."""
+        found = self._bound.get((scratch, n))
+        if found is None:
+            found = _Views(self, scratch, n)
+            if n <= _FEW:
+                self._bound[scratch, n] = found
+        return found
 
 
 class _Piece:
@@ -327,7 +338,8 @@ class _Piece:
 class _Views:
     """n tokens of a scratch, as the products (rows) and the kernel (heads) want them."""
 
-    __slots__ = ("beta", "cu", "f_a", "g", "g_a", "g_rows", "gate", "gate_rows", "joint", "k", "o", "o_rows", "q", "v")
+    __slots__ = ("beta", "cu", "f_a", "fused", "g", "g_a", "g_rows", "gate", "gate_rows", "joint", "k", "o", "o_rows",
+                 "q", "v")
 
     def __init__(self, layer: KDALayer, scratch: _Scratch, n: int) -> None:
         c, cut = layer.config, layer._cuts
@@ -341,24 +353,16 @@ class _Views:
         self.g_a, self.gate_rows = last, last if c.full_rank_gate else scratch.gate[:n]
         self.gate = self.gate_rows.reshape(values)
         self.cu = np.array([0, n], np.int64)
+        self.fused = layer._fused(self.o, self.q, self.k, self.v, self.g, self.beta, self.gate, norm=True)
 
 
 class _Scratch:
     """Room for the projections of a pass of up to `capacity` tokens."""
 
-    def __init__(self, layer: KDALayer, capacity: int) -> None:
-        joint, decay, v, full_rank = layer._sizes[:4]
-        self.capacity, self._layer = capacity, layer
-        self.joint, self.g = aligned_empty((capacity, joint)), aligned_empty((capacity, decay))
-        self.o, self.gate = aligned_empty((capacity, v)), aligned_empty((0 if full_rank else capacity, v))
-        self.hidden = aligned_empty((0, 0))
-        self._views: dict[int, _Views] = {}
+    def __init__(self, sizes: tuple[int, ...], capacity: int) -> None:
+        self.key = (*sizes, capacity)
+        self.joint, self.g, self.gate, self.o, self.hidden = (aligned_empty((capacity, n)) for n in sizes)
 
-    def views(self, n: int) -> _Views:
-        """The first n tokens; those of few are kept."""
-        found = self._views.get(n)
-        if found is None:
-            found = _Views(self._layer, self, n)
-            if n <= 16:
-                self._views[n] = found
-        return found
+    def give_back(self) -> None:
+        """No call uses it any more."""
+        _idle.setdefault(self.key, []).append(self)

@@ -500,8 +500,6 @@ def l2norm(x: Array, eps: float = 1e-6, *, isa: str | None = None) -> Array:
 
 def fused_kda_layer(
     out: Array,
-    states_in: Sequence[tuple[Array, Array]],
-    states_out: Sequence[tuple[Array, Array]],
     q: Array,
     k: Array,
     v: Array,
@@ -513,27 +511,31 @@ def fused_kda_layer(
     A_log: NDArray[np.float32] | None,
     dt_bias: NDArray[np.float32] | None,
     lower_bound: float | None,
-    cu_seqlens: NDArray[np.int64],
     norm_eps: float = 1e-5,
     activation: str = "sigmoid",
     allow_neg_eigval: bool = False,
-    chunked: bool = True,
     isa: str | None = None,
-) -> None:
+) -> _core.Layer:
     """Everything of a KDA layer between its projections, block by block while it is in the nearest cache: short
     convolutions and SiLU, l2norm of q and k, gate, sigmoid of beta, delta rule, gated norm. No [T, H, K]
     temporary goes through memory.
 
     For the layer, not for users: nothing is checked but what the core checks. q, k, v, g, beta are raw projections
     shaped as in chunk_kda with B = 1, bfloat16 as its bits; taps: [W * D] of q, k and v, tap by tap. gate
-    [1, T, HV, V]; None leaves the norm out. Sequence n reads its state, a pair (S [HV, K, V] float32 or bfloat16
-    bits, histories float32 [(W - 1) * (2 H K + HV V)]: tap by tap of q, then k, then v), from states_in[n] and
-    leaves it in states_out[n], which may be the same pair. out: [1, T, HV, V].
+    [1, T, HV, V]; None leaves the norm out. out: [1, T, HV, V].
+
+    What it returns holds these arrays, and runs as often as they get new values:
+
+        run(states_in, states_out, cu_seqlens, chunked)
+
+    Sequence n reads its state, a pair (S [HV, K, V] float32 or bfloat16 bits, histories float32 [(W - 1) *
+    (2 H K + HV V)]: tap by tap of q, then k, then v), from states_in[n] and leaves it in states_out[n], which may be
+    the same pair. cu_seqlens: int64 [N + 1]. One thread at a time.
     """
     flags = _gate_flags(A_log, lower_bound) | _core.F_BETA_SIGMOID | (_core.F_NEG_EIGVAL if allow_neg_eigval else 0)
-    _core.layer(isa_index(isa), out, states_in, states_out, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
-                q.shape[3]**-0.5, lower_bound or 0.0, 1e-6, flags, chunked, taps, gate, norm_weight, norm_eps,
-                _activation(activation, ("sigmoid", "silu", "swish")))
+    return _core.Layer(isa_index(isa), out, q, k, v, g, beta, A_log, dt_bias, q.shape[3]**-0.5, lower_bound or 0.0,
+                       1e-6, flags, taps, gate, norm_weight, norm_eps,
+                       _activation(activation, ("sigmoid", "silu", "swish")))
 
 
 # ---- epilogues ----

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,7 @@ class QuantizedMatrix:
         self._codes, self._scales = packed_codes, packed_scales
         self.shape, self.bits, self.group_size, self.isa = shape, bits, group_size, isa
         self._row = isa_index(isa)
+        self._held = _core.Matrix(self._row, packed_codes, packed_scales, *shape, group_size, bits)
 
     # ---- making ----
 
@@ -191,15 +192,15 @@ class QuantizedMatrix:
             y = _output("out", out, shape, _F32, {"x": x}, inner=len(shape))
         rows, results = x.reshape(-1, K), y.reshape(-1, N)
         for t in range(0, len(rows), _TOKENS):
-            _core.matrix_multiply(self._row, results[t:t + _TOKENS], rows[t:t + _TOKENS], self._codes, self._scales, N,
-                                  self.group_size, self.bits)
+            self._held.multiply(results[t:t + _TOKENS], rows[t:t + _TOKENS])
         if out is not None:
             return out
         return y if x.dtype == _F32 else y.astype(_BF16 if x.dtype == _U16 else _F16)
 
-    def into(self, y: NDArray[np.float32], x: NDArray[np.float32]) -> None:
-        """matmul for the layer: y [T, N] float32, rows contiguous, nothing checked but by the core."""
-        _core.matrix_multiply(self._row, y, x, self._codes, self._scales, self.shape[0], self.group_size, self.bits)
+    @property
+    def into(self) -> Callable[[Array, Array], None]:
+        """matmul for the layer, into(y, x): y [T, N] float32, rows contiguous, nothing checked but by the core."""
+        return self._held.multiply
 
     @property
     def codes(self) -> Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -177,7 +178,7 @@ class KDAState:
         if state_dtype not in STATE_DTYPES:
             raise ValueError(f"state_dtype: expected 'float32' or 'bfloat16', got {state_dtype!r}")
         self.state_dtype = state_dtype
-        self._lock = threading.Lock()
+        self.lock = _Lock(self)  # for the layer and the session
         HV, K, V = config.num_v_heads, config.head_dim, config.v_head_dim
         self._sizes = [(config.conv_size - 1) * D for D in (config.num_heads * K, config.num_heads * K, HV * V)]
         slots = 3 if self.rollback_window else 1
@@ -247,7 +248,7 @@ class KDAState:
     def select(self, rows: Sequence[int]) -> KDAState:
         """A new state whose rows are copies of these rows, any of them once, more than once, or not at all."""
         index = [range(self.batch)[i] for i in rows]
-        with exclusive(self):
+        with self.lock:
             other = KDAState(self.config, len(index), self.rollback_window, self.state_dtype)
             for i, row in zip(index, other.rows, strict=True):
                 self.rows[i].copy_to(row)
@@ -255,7 +256,7 @@ class KDAState:
 
     def reset(self) -> None:
         """Back to zeros and position 0."""
-        with exclusive(self):
+        with self.lock:
             self._clear()
 
     def rollback(self, n: int | Sequence[int] | NDArray[np.integer[Any]]) -> None:
@@ -265,7 +266,7 @@ class KDAState:
         dropped counts against the window until as many have been taken again. Raises ValueError for more, and leaves
         all rows as they are.
         """
-        with exclusive(self):
+        with self.lock:
             self.rollback_rows(self.checked_rollback(n))
 
     def checked_rollback(self, n: Any, what: str = "") -> list[int]:
@@ -310,7 +311,7 @@ class KDAState:
         counts = np.asarray(positions)
         if counts.dtype.kind not in "iu" or counts.shape not in ((), (self.batch,)) or (counts < 0).any():
             raise ValueError(f"positions: expected an int >= 0 or [{self.batch}] of them, got {positions!r}")
-        with exclusive(self):
+        with self.lock:
             self._clear()
             s = self._s[0] if self._s[0].dtype == np.float32 else self._s[0].view(ml_dtypes.bfloat16)
             s[...] = arrays[0]
@@ -333,7 +334,7 @@ class KDAState:
         slot = self.rows[0].slot
         apart = [row for row in self.rows if row.slot != slot]
         if apart:
-            with exclusive(self):
+            with self.lock:
                 self._bring(apart, slot)
         return slot
 
@@ -367,20 +368,30 @@ class KDAState:
         return x
 
 
+class _Lock:
+    """The lock of one state, as a context: held or refused, never waited for."""
+
+    __slots__ = ("_lock", "_state")
+
+    def __init__(self, state: KDAState) -> None:
+        self._lock, self._state = threading.Lock(), weakref.ref(state)
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(False):
+            raise RuntimeError(f"{self._state()!r} is in use by another call; a state serves one call at a time, so "
+                               "give each thread its own (copy, Session.fork)")
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
 @contextlib.contextmanager
 def exclusive(*states: KDAState) -> Iterator[None]:
-    """Holds the states' locks; RuntimeError where another call holds one."""
-    held = []
-    try:
+    """Holds the locks of all the states, or of none."""
+    with contextlib.ExitStack() as stack:
         for state in states:
-            if not state._lock.acquire(blocking=False):
-                raise RuntimeError(f"{state!r} is in use by another call; a state serves one call at a time, so give "
-                                   "each thread its own (copy, Session.fork)")
-            held.append(state)
+            stack.enter_context(state.lock)
         yield
-    finally:
-        for state in held:
-            state._lock.release()
 
 
 def _count(name: str, value: Any, least: int) -> int:

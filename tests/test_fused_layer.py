@@ -46,8 +46,9 @@ class Layer:
         after = before if in_place else [(np.empty_like(s), np.empty_like(h)) for s, h in before]
         out = np.empty(qkv[2].shape, qkv[2].dtype)
         taps = tuple(np.ascontiguousarray(w.T).ravel() for w in self.weights)
-        ops.fused_kda_layer(out, before, after, *qkv, g, beta, gate, taps, self.norm_weight, self.A_log, self.dt_bias,
-                            lower_bound, cu, chunked=chunked, isa=isa, **options)
+        fused = ops.fused_kda_layer(out, *qkv, g, beta, gate, taps, self.norm_weight, self.A_log, self.dt_bias,
+                                    lower_bound, isa=isa, **options)
+        fused.run(before, after, cu, chunked)
         state = np.array([s for s, _ in after]).reshape(self.state.shape).view(dtype)
         cuts = np.cumsum([h[0].size for h in self.histories])[:-1]
         histories = [np.array(h).reshape(mine.shape) for h, mine in zip(

@@ -170,12 +170,13 @@ class Layer(Work):
                       for part, D in zip(np.split(self.history, ends[:-1]), channels, strict=True)]
         self.result = np.empty_like(self.v)
         self.cu_seqlens = np.array([0, T], np.int64)
+        self.states = [(self.state[0], self.history)]
+        self.fused = ops.fused_kda_layer(
+            self.result, self.q, self.k, self.v, self.g, self.beta, self.gate, self.taps, self.norm_weight,
+            self.A_log, self.dt_bias, None, isa=isa)
 
     def run(self) -> None:
-        states = [(self.state[0], self.history)]
-        ops.fused_kda_layer(
-            self.result, states, states, self.q, self.k, self.v, self.g, self.beta, self.gate, self.taps,
-            self.norm_weight, self.A_log, self.dt_bias, None, self.cu_seqlens, chunked=self.tokens > 1, isa=self.isa)
+        self.fused.run(self.states, self.states, self.cu_seqlens, self.tokens > 1)
 
     def one_by_one(self) -> Floats:
         """The same through the public functions; the state and the histories move on here too."""
