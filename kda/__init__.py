@@ -2,6 +2,7 @@
 
 from kda import _openmp as _openmp  # first: it loads the core
 from kda.config import KDAConfig
+from kda.layer import KDALayer
 from kda.ops import (
     causal_conv1d,
     causal_conv1d_update,
@@ -14,12 +15,17 @@ from kda.ops import (
 from kda.plan import nvme_ceiling, plan
 from kda.quant import QuantizedMatrix
 from kda.runtime import get_num_threads, isas, set_num_threads, show_runtime
+from kda.session import Session
+from kda.state import KDAState
 
 __version__ = "0.1.0"
 
 __all__ = [
     "KDAConfig",
+    "KDALayer",
+    "KDAState",
     "QuantizedMatrix",
+    "Session",
     "causal_conv1d",
     "causal_conv1d_update",
     "chunk_kda",

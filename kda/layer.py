@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -175,7 +174,8 @@ class KDALayer:
             batch += s.batch
         if batch != x.shape[0]:
             raise ValueError(f"state: {batch} rows, expected one for each of the {x.shape[0]} rows of x")
-        return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+        checked: Array = x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+        return checked
 
     @staticmethod
     def _valid(lengths: Any, padding_side: str, B: int, T: int) -> list[tuple[int, int]]:
@@ -203,7 +203,7 @@ class KDALayer:
             present: set[int] = set()
             for b, (row, (first, last)) in enumerate(zip(rows, spans, strict=True)):
                 T = last - first
-                if T == 0 or (T > self.recurrent_max) != chunked:
+                if T == 0 or (self.recurrent_max < T) != chunked:
                     continue
                 for start, end, logged in row.spans(T, self.recurrent_max):
                     call = Call(self._replay, T, start) if logged else None
@@ -269,7 +269,7 @@ class KDALayer:
             self._project(rows, views)
             row.begin(0, T, True)
             slot = row.target_slot() if row.snapshots else row.slot
-            views.fused.run((row.pairs[row.slot],), (row.pairs[slot],), views.cu, T > self.recurrent_max)
+            views.fused.run((row.pairs[row.slot],), (row.pairs[slot],), views.cu, self.recurrent_max < T)
             row.advance(slot, T, Call(self._replay, T, 0, (self._kept(views, 0, T),)) if row.window else None)
             y = np.empty((1, T, hidden), np.float32)
             self._out.into(y[0], views.o_rows)
@@ -288,11 +288,12 @@ class KDALayer:
         if self._gate is not None:
             self._gate.into(views.gate_rows, views.g_a)
 
-    def _fused(self, *arrays: Array, norm: bool) -> _core.Layer:
-        """The kernel between the projections, bound to out, q, k, v, g, beta and the gate."""
+    def _fused(self, out: Array, q: Array, k: Array, v: Array, g: Array, beta: Array,
+               gate: Array | None) -> _core.Layer:
+        """The kernel between the projections, bound to these arrays; without a gate there is no norm."""
         c = self.config
-        return ops.fused_kda_layer(*arrays, *(() if norm else (None,)), self._taps, self._norm if norm else None,
-                                   self._A_log, self._dt_bias, c.gate_lower_bound, c.norm_eps, isa=self.isa)
+        return ops.fused_kda_layer(out, q, k, v, g, beta, gate, self._taps, self._norm, self._A_log, self._dt_bias,
+                                   c.gate_lower_bound, c.norm_eps, isa=self.isa)
 
     def _replay(self, call: Call, tokens: int, source: Pair, target: Pair) -> None:
         """The first `tokens` of a call once more, states only; see state.Call."""
@@ -302,7 +303,7 @@ class KDALayer:
                    for i, heads in enumerate((c.num_heads, c.num_heads, c.num_v_heads)))
         fused = self._fused(np.empty(v.shape, np.float32), q, k, v,
                             g[:tokens].reshape(1, tokens, c.num_v_heads, c.head_dim),
-                            joint[None, :tokens, cut[3]:cut[4]], norm=False)
+                            joint[None, :tokens, cut[3]:cut[4]], None)
         fused.run((source,), (target,), np.array([0, tokens]),
                   call.offset > 0 or call.offset + tokens > self.recurrent_max)
 
@@ -325,7 +326,7 @@ class KDALayer:
 
 
 class _Piece:
-    """Tokens [at, at + tokens) of row b of x, in one pass. `begins`: what Row.begin wants to know, where a span does."""
+    """Tokens [at, at + tokens) of row b of x, in one pass. begins: what Row.begin takes, where a span starts."""
 
     __slots__ = ("at", "b", "begins", "call", "chunked", "row", "tokens")
 
@@ -353,7 +354,7 @@ class _Views:
         self.g_a, self.gate_rows = last, last if c.full_rank_gate else scratch.gate[:n]
         self.gate = self.gate_rows.reshape(values)
         self.cu = np.array([0, n], np.int64)
-        self.fused = layer._fused(self.o, self.q, self.k, self.v, self.g, self.beta, self.gate, norm=True)
+        self.fused = layer._fused(self.o, self.q, self.k, self.v, self.g, self.beta, self.gate)
 
 
 class _Scratch:

@@ -506,7 +506,7 @@ def fused_kda_layer(
     g: Array,
     beta: Array,
     gate: Array | None,
-    taps: tuple[Array, Array, Array],
+    taps: tuple[Array, ...],
     norm_weight: NDArray[np.float32] | None,
     A_log: NDArray[np.float32] | None,
     dt_bias: NDArray[np.float32] | None,

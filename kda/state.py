@@ -193,7 +193,7 @@ class KDAState:
     @property
     def recurrent(self) -> Array:
         """S [B, HV, K, V] of state_dtype: a view. With a rollback window it is read-only and holds until the next
-        call; a value written there would be lost by a rollback. `load` replaces it."""
+        call; a value written there would be lost by a rollback. `assign` replaces it."""
         s = self._s[self._common_slot()]
         return self._shown(s if s.dtype == np.float32 else s.view(ml_dtypes.bfloat16))
 
@@ -257,7 +257,7 @@ class KDAState:
     def reset(self) -> None:
         """Back to zeros and position 0."""
         with self.lock:
-            self._clear()
+            self.clear()
 
     def rollback(self, n: int | Sequence[int] | NDArray[np.integer[Any]]) -> None:
         """Drop the last n tokens of every row, or n[b] of row b: bit for bit as if they had never been taken.
@@ -288,7 +288,7 @@ class KDAState:
         for count, row in zip(counts, self.rows, strict=True):
             row.rollback(count)
 
-    def load(self, recurrent: Array, conv_q: Array, conv_k: Array, conv_v: Array,
+    def assign(self, recurrent: Array, conv_q: Array, conv_k: Array, conv_v: Array,
              positions: int | Sequence[int] | NDArray[np.integer[Any]]) -> None:
         """Copy in a state from elsewhere: arrays shaped as the properties of those names (conv states W columns wide
         are taken too: the first is never read), any float dtype, and how many tokens they stand for.
@@ -312,7 +312,7 @@ class KDAState:
         if counts.dtype.kind not in "iu" or counts.shape not in ((), (self.batch,)) or (counts < 0).any():
             raise ValueError(f"positions: expected an int >= 0 or [{self.batch}] of them, got {positions!r}")
         with self.lock:
-            self._clear()
+            self.clear()
             s = self._s[0] if self._s[0].dtype == np.float32 else self._s[0].view(ml_dtypes.bfloat16)
             s[...] = arrays[0]
             if W > 1:
@@ -321,9 +321,17 @@ class KDAState:
             for row, count in zip(self.rows, np.broadcast_to(counts, (self.batch,)), strict=True):
                 row.position = int(count)
 
-    # ---- inside ----
+    # ---- for the session, and inside ----
 
-    def _clear(self) -> None:
+    def current(self) -> tuple[Array, Array, Array, Array]:
+        """Writable views of recurrent (bfloat16 as its bits) and the three histories; the caller holds the lock."""
+        slot = self.rows[0].slot
+        self._bring([row for row in self.rows if row.slot != slot], slot)
+        q, k, v = (self._taps(i, slot).transpose(0, 2, 1) for i in range(3))
+        return self._s[slot], q, k, v
+
+    def clear(self) -> None:
+        """reset for a caller who holds the lock."""
         self._s[0][...] = 0
         self._h[0][...] = 0
         for row in self.rows:

@@ -121,14 +121,14 @@ def read_safetensors(path: str | os.PathLike[str], prefix: str) -> dict[str, Arr
                     assert wanted is not None
                     wanted.append(name)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: is not an index of safetensors (weight_map of names to files): {error}") from error
+            raise ValueError(f"{path}: is no index of safetensors (weight_map of names to files): {error}") from error
     tensors = {}
     for file, wanted in shards.items():
         if not file.exists():
             raise FileNotFoundError(f"{file}: no such file, though {path.name} names it")
         try:
             with safe_open(file, framework="numpy") as opened:
-                for name in opened.keys() if wanted is None else wanted:  # noqa: SIM118
+                for name in opened.keys() if wanted is None else wanted:
                     if name.startswith(prefix):
                         tensors[name] = opened.get_tensor(name)
         except SafetensorError as error:
