@@ -288,6 +288,18 @@ class KDALayer:
         if self._gate is not None:
             self._gate.into(views.gate_rows, views.g_a)
 
+    def project_only(self, rows: Array) -> Array:
+        """For the benchmarks: the products of up to 256 tokens [n, hidden] without what lies between them."""
+        scratch = self._borrow(len(rows))
+        try:
+            views = self._views(scratch, len(rows))
+            self._project(rows, views)
+            y = np.empty((len(rows), self.config.hidden_size), np.float32)
+            self._out.into(y, views.o_rows)
+        finally:
+            scratch.give_back()
+        return y
+
     def _fused(self, out: Array, q: Array, k: Array, v: Array, g: Array, beta: Array,
                gate: Array | None) -> _core.Layer:
         """The kernel between the projections, bound to these arrays; without a gate there is no norm."""

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 import kda
 from kda import ops
+from kda.config import KDAConfig
 from kda.ops import aligned_empty
 from kda.perf.ceilings import read_ns
 from kda.perf.counts import Shape
 from kda.runtime import cache_sizes
+from kda.weights import tensor_shapes
 
 SEED = 20251030
 DISTINCT = 1024  # tokens that differ; a longer prompt repeats them, which costs no time to make
@@ -194,6 +196,61 @@ class Layer(Work):
                      state_out=self.state, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
                      use_beta_sigmoid_in_kernel=True, isa=self.isa)
         return kda.rms_norm_gated(o, self.gate, self.norm_weight, isa=self.isa)
+
+
+class WholeLayer(Work):
+    """T tokens through each of `layers` KDA layers of a model, projections included, one after the other.
+
+    Every layer has its own weights and state, so that with enough layers they come from memory; all have the same
+    values, drawn once.
+    """
+
+    kind = "whole layer"
+
+    def __init__(self, config: KDAConfig, weight_format: str, T: int = 1, layers: int = 1, batch: int = 1,
+                 rollback_window: int = 0, isa: str | None = None) -> None:
+        rng = Random()
+        self.config, self.weight_format, self.tokens, self.isa = config, weight_format, T * batch, isa
+        many = f"{layers} layers, " if layers > 1 else ""
+        self.name = f"{config.model_type} layer, {many}{weight_format}, {of_tokens(T * batch)}"
+        tensors = {}
+        for name, dims in tensor_shapes(config).items():
+            w = rng.normal(*dims)
+            if name.endswith("_proj.weight"):
+                w *= dims[1]**-0.5
+            elif name == "A_log":
+                w = np.log(1 + 15 * rng.uniform(*dims))
+            elif name == "dt_bias":
+                w -= 4
+            elif "conv1d" in name:
+                w *= 0.5
+            tensors[name] = w
+        self.layers = [kda.KDALayer.from_tensors(config, tensors, "", weight_format, isa=isa) for _ in range(layers)]
+        self.states = [layer.new_state(batch, rollback_window) for layer in self.layers]
+        self.x = np.resize(rng.normal(1, min(T, DISTINCT), config.hidden_size), (batch, T, config.hidden_size))
+        # read once a call: the weights and the states
+        self.nbytes = sum(layer.nbytes for layer in self.layers) + layers * batch * self.state_bytes()
+
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state in one layer."""
+        c = self.config
+        histories = (c.conv_size - 1) * (2 * c.num_heads * c.head_dim + c.num_v_heads * c.v_head_dim)
+        return 4 * (c.num_v_heads * c.head_dim * c.v_head_dim + histories)
+
+    def projection_macs(self) -> int:
+        """int8 or float32 multiply-adds of the projections of one token through one layer."""
+        shapes = tensor_shapes(self.config)
+        return sum(math.prod(dims) for name, dims in shapes.items() if name.endswith("_proj.weight"))
+
+    def run(self) -> None:
+        for layer, state in zip(self.layers, self.states, strict=True):
+            self.result = layer(self.x, state)
+
+    def projections(self) -> None:
+        """What run does in its matrix products alone, on one pass of tokens."""
+        rows = self.x.reshape(-1, self.config.hidden_size)
+        for layer in self.layers:
+            layer.project_only(rows)
 
 
 class Conv(Work):
