@@ -20,7 +20,7 @@ from kda.weights import layer_tensors, read_safetensors
 
 Matrix = DenseMatrix | QuantizedMatrix
 _FORMATS = {"f32": 32, "q8g": 8, "q4g": 4}
-PASS = 256  # tokens of a pass: what weights are read for once, while the projections stay near
+PASS = 128  # tokens of a pass: what weights are read for once, while the projections stay near
 _FEW = 16  # tokens that a small scratch holds
 
 # Scratch that no call is using, by its sizes: a call takes one and puts it back, so that layers of one model share the
@@ -289,7 +289,7 @@ class KDALayer:
             self._gate.into(views.gate_rows, views.g_a)
 
     def project_only(self, rows: Array) -> Array:
-        """For the benchmarks: the products of up to 256 tokens [n, hidden] without what lies between them."""
+        """For the benchmarks: the products of up to PASS tokens [n, hidden] without what lies between them."""
         scratch = self._borrow(len(rows))
         try:
             views = self._views(scratch, len(rows))
