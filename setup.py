@@ -4,7 +4,7 @@ The rows of kda/_simd/isa_table.h decide what is compiled; pyproject.toml holds 
 compiler and nothing more. Environment, for tests and packagers:
 
     KDA_CFLAGS="..."    flags added to every file and to the link (warnings as errors, sanitizers, -g)
-    KDA_OPENMP=0        build without threads
+    KDA_THREADS=0       build without threads
     KDA_ABI3=0          build for one Python version only
     KDA_EMULATE=avx512  build the AVX-512 rows as portable C over SIMD Everywhere, see tools/emulate/avx512.h
 """
@@ -14,12 +14,10 @@ import re
 import shlex
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CompileError, LinkError
 
 SIMD = Path("kda/_simd")
 BASE_SOURCES = ["cpu.c", "dispatch.c", "threads.c", "jobs.c", "quant.c", "dense.c"]
@@ -56,38 +54,25 @@ def extra_flags():
     return shlex.split(os.environ.get("KDA_CFLAGS", ""))
 
 
-def openmp_flags(compiler):
-    """(compile flags, link flags) of the first OpenMP spelling that compiles and links; ([], []) without."""
-    if os.environ.get("KDA_OPENMP", "1") == "0":
-        return [], []
+def thread_flags(compiler):
+    """(compile flags, link flags) of the pool of threads in threads.c."""
+    if os.environ.get("KDA_THREADS", "1") == "0":
+        return ["-DKDA_SERIAL"], []
     if compiler.compiler_type == "msvc":
-        return ["/openmp"], []
-    spellings = [(["-fopenmp"], ["-fopenmp"])]
-    if sys.platform == "darwin":
-        spellings.append((["-Xpreprocessor", "-fopenmp"], ["-lomp"]))
-    for compile_flags, link_flags in spellings:
-        with tempfile.TemporaryDirectory() as scratch:
-            probe = Path(scratch, "probe.c")
-            probe.write_text("#include <omp.h>\nint probe(void) { return omp_get_max_threads(); }\n")
-            try:
-                objects = compiler.compile([str(probe)], output_dir=scratch, extra_postargs=compile_flags)
-                compiler.link_shared_object(objects, str(Path(scratch, "probe.so")), extra_postargs=link_flags)
-                return compile_flags, link_flags
-            except (CompileError, LinkError):
-                continue
-    print("kda: no OpenMP here; building without threads", file=sys.stderr)
-    return [], []
+        return ["/experimental:c11atomics"], []
+    # Workers never end, so their code must stay: nodelete keeps the library in memory for good.
+    return ["-pthread"], ["-pthread", *(["-Wl,-z,nodelete"] if sys.platform == "linux" else [])]
 
 
-def compile_objects(compiler, machine, folder, openmp):
-    """Compiles kda/_simd for one machine into `folder`; returns the object files. `openmp`: flags of threads.c."""
+def compile_objects(compiler, machine, folder):
+    """Compiles kda/_simd for one machine into `folder`; returns the object files."""
     msvc = compiler.compiler_type == "msvc"
     flags = MSVC_FLAGS if msvc else GNU_FLAGS
     shown = " ".join(flags + extra_flags()).replace("\\", "\\\\").replace('"', '\\"')
     macros = [(f"KDA_MACHINE_{machine}", None), ("KDA_FLAGS", f'"{shown}"')]  # the latter for kda_flags() alone
     flags = flags if msvc else flags + GNU_WARNINGS
     emulated = EMULATED if os.environ.get("KDA_EMULATE") == "avx512" else {}
-    jobs = [(SIMD / name, openmp if name == "threads.c" else []) for name in BASE_SOURCES]
+    jobs = [(SIMD / name, thread_flags(compiler)[0] if name == "threads.c" else []) for name in BASE_SOURCES]
     if emulated:
         jobs[BASE_SOURCES.index("cpu.c")] = (Path("tools/emulate/cpu.c"), [])
     jobs += [(SIMD / f"isa_{name}.c", ms if msvc else emulated.get(name, gnu)) for name, gnu, ms in isa_rows(machine)]
@@ -109,12 +94,10 @@ class BuildExt(build_ext):
 
     def build_extension(self, ext):
         self.force = True
-        openmp_compile, openmp_link = openmp_flags(self.compiler)
         flags = MSVC_FLAGS if self.compiler.compiler_type == "msvc" else GNU_FLAGS
-        ext.extra_objects = compile_objects(
-            self.compiler, machine_of(self.plat_name), self.build_temp, openmp_compile)
+        ext.extra_objects = compile_objects(self.compiler, machine_of(self.plat_name), self.build_temp)
         ext.extra_compile_args = flags + extra_flags()
-        ext.extra_link_args = openmp_link + extra_flags()
+        ext.extra_link_args = thread_flags(self.compiler)[1] + extra_flags()
         super().build_extension(ext)
 
 

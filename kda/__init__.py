@@ -1,6 +1,5 @@
 """Kimi Delta Attention on CPUs: the functions of fla.ops.kda over numpy arrays."""
 
-from kda import _openmp as _openmp  # first: it loads the core
 from kda.config import KDAConfig
 from kda.layer import KDALayer
 from kda.ops import (

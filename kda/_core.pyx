@@ -32,8 +32,6 @@ SIGMOID = KDA_SIGMOID
 SILU = KDA_SILU
 
 cdef int thread_limit = 1
-cdef bint regions_started = False
-cdef bint serial = False  # a forked child: OpenMP's threads did not come along
 
 kda_dispatch_init()
 
@@ -72,34 +70,23 @@ def kernel_addresses(int isa):
 
 
 def threading():
-    """"openmp" or "serial"."""
+    """"pthreads", "windows" or "serial"."""
     return kda_threading().decode()
 
 
 def set_thread_limit(int n):
+    """n threads at most, KDA_MAX_THREADS if that is less; 1 in a serial build."""
     global thread_limit
-    thread_limit = n
-
-
-def raise_openmp_limit(int n):
-    kda_raise_openmp_limit(n)
+    thread_limit = 1 if threading() == "serial" else min(n, KDA_MAX_THREADS)
 
 
 def threads_now():
-    """Threads that a large call made now, from this thread, would use."""
-    return threads_for(1 << 60)
-
-
-def after_fork_in_child():
-    global serial
-    serial = regions_started
+    """Threads that a large call uses now."""
+    return thread_limit
 
 
 cdef int threads_for(long long work) noexcept:
-    if serial:
-        return 1
-    cdef int threads = min(thread_limit, kda_openmp_limit())
-    return <int>max(1, min(<long long>threads, work // GRAIN))
+    return <int>max(1, min(<long long>thread_limit, work // GRAIN))
 
 
 cdef const kda_kernels *kernels_of(int isa) except NULL:
@@ -238,12 +225,9 @@ cdef void extent(Py_buffer *view, size_t *low, size_t *high) noexcept:
 
 # ---- operations ----
 
-cdef void run(kda_task_fn *task, const void *job, Py_ssize_t items, int threads, bint uneven) noexcept:
-    global regions_started
-    if threads > 1:
-        regions_started = True
+cdef void run(kda_task_fn *task, const void *job, Py_ssize_t items, int threads) noexcept:
     with nogil:
-        kda_parallel_for(task, job, items, threads, uneven)
+        kda_parallel_for(task, job, items, threads)
 
 
 cdef Py_ssize_t rounded(Py_ssize_t floats) noexcept:
@@ -313,7 +297,7 @@ cdef int run_delta(_Buffers buffers, kda_job *job, int threads) except -1:
     threads = <int>max(1, min(<Py_ssize_t>threads, items))
     job.scratch_floats = rounded(kda_delta_scratch(job))
     job.scratch = buffers.scratch(threads, job.scratch_floats)
-    run(&kda_delta_item, job, items, threads, job.cu_seqlens != NULL and job.N > 1)
+    run(&kda_delta_item, job, items, threads)
     if kda_history_is_shared(job):
         kda_keep_shared_histories(job)
     return 0
@@ -466,7 +450,7 @@ def gate(int isa, y, g, A_log, dt_bias, double lower_bound, int flags):
     job.dt_bias = buffers.optional(dt_bias, HV * K)
     job.N, job.T, job.H, job.HV, job.K, job.V = B, T, HV, HV, K, 1
     job.lower_bound, job.flags = lower_bound, flags
-    run(&kda_gate_item, &job, B * T, threads_for(8 * B * T * HV * K), False)
+    run(&kda_gate_item, &job, B * T, threads_for(8 * B * T * HV * K))
 
 
 def l2norm(int isa, y, x, double eps):
@@ -484,7 +468,7 @@ def l2norm(int isa, y, x, double eps):
     cdef int threads = threads_for(B * T * H * K)
     job.scratch_floats = rounded(K)
     job.scratch = buffers.scratch(threads, job.scratch_floats)
-    run(&kda_l2norm_item, &job, B * T, threads, False)
+    run(&kda_l2norm_item, &job, B * T, threads)
 
 
 def norm_gated(int isa, y, x, gate, weight, double eps, int activation):
@@ -503,7 +487,7 @@ def norm_gated(int isa, y, x, gate, weight, double eps, int activation):
     cdef int threads = threads_for(4 * B * T * H * n)
     job.scratch_floats = rounded(3 * n)
     job.scratch = buffers.scratch(threads, job.scratch_floats)
-    run(&kda_norm_item, &job, B * T, threads, False)
+    run(&kda_norm_item, &job, B * T, threads)
 
 
 cdef float *conv_state(_Buffers buffers, x, tuple shape, bint writable,
@@ -542,7 +526,7 @@ def conv(int isa, y, s_out, x, s_in, taps, bias, cu_seqlens, int activation):
     cdef int threads = <int>max(1, min(<Py_ssize_t>threads_for(8 * B * T * D), items))
     job.scratch_floats = rounded(kda_conv_scratch(&job))
     job.scratch = buffers.scratch(threads, job.scratch_floats)
-    run(&kda_conv_item, &job, items, threads, job.cu_seqlens != NULL)
+    run(&kda_conv_item, &job, items, threads)
 
 
 def conv_step(int isa, y, state, x, weight, bias, int activation):
@@ -570,7 +554,7 @@ def conv_step(int isa, y, state, x, weight, bias, int activation):
     cdef int threads = <int>max(1, min(<Py_ssize_t>threads_for(8 * B * D), items))
     job.scratch_floats = 512
     job.scratch = buffers.scratch(threads, job.scratch_floats)
-    run(&kda_conv_step_item, &job, items, threads, False)
+    run(&kda_conv_step_item, &job, items, threads)
 
 
 # ---- group-quantised matrices ----
@@ -619,7 +603,7 @@ def matrix_pack(int isa, codes, scales, canonical_codes, canonical_scales, Py_ss
     job.ld_codes, job.ld_scales = c.strides[0], s.strides[0] // 2
     cdef Py_ssize_t tiles = kda_matrix_tiles(&job.m)
     cdef int threads = <int>min(<Py_ssize_t>threads_for(job.m.N * K), tiles)
-    run(&kda_unpack_item if unpack else &kda_pack_item, &job, tiles, threads, False)
+    run(&kda_unpack_item if unpack else &kda_pack_item, &job, tiles, threads)
 
 
 def matrix_encode(int isa, codes, scales, bad, w, Py_ssize_t group, int bits):
@@ -639,7 +623,7 @@ def matrix_encode(int isa, codes, scales, bad, w, Py_ssize_t group, int bits):
     cdef int threads = <int>min(<Py_ssize_t>threads_for(4 * N * K), tiles)
     job.scratch_floats = rounded(kda_encode_scratch(&job.m))
     job.scratch = buffers.scratch(threads, job.scratch_floats)
-    run(&kda_encode_item, &job, tiles, threads, False)
+    run(&kda_encode_item, &job, tiles, threads)
 
 
 cdef class Matrix:
@@ -678,9 +662,8 @@ cdef class Matrix:
         job.x_sums = <int *>(job.x_scales + T * job.m.groups)
         job.x_codes = <signed char *>(job.x_sums + T * job.m.groups)
         cdef Py_ssize_t blocks = kda_idot_blocks(&job), chunks = kda_idot_chunks(&job)
-        run(&kda_idot_quantize_item, &job, blocks, <int>min(<Py_ssize_t>threads_for(T * K // 4), max(blocks, 1)),
-            False)
-        run(&kda_idot_item, &job, chunks, <int>min(<Py_ssize_t>threads, chunks), False)
+        run(&kda_idot_quantize_item, &job, blocks, <int>min(<Py_ssize_t>threads_for(T * K // 4), max(blocks, 1)))
+        run(&kda_idot_item, &job, chunks, <int>min(<Py_ssize_t>threads, chunks))
 
 
 # ---- dense matrices ----
@@ -719,7 +702,7 @@ def dense_pack(int isa, packed, w, Py_ssize_t N, Py_ssize_t first):
     cdef int threads = <int>max(1, min(<Py_ssize_t>threads_for(n * K), items))
     job.scratch_floats = rounded(K)
     job.scratch = buffers.scratch(threads, job.scratch_floats)
-    run(&kda_dense_pack_item, &job, items, threads, True)
+    run(&kda_dense_pack_item, &job, items, threads)
 
 
 cdef class Dense:
@@ -750,8 +733,7 @@ cdef class Dense:
             return
         job.x, job.ld_x, job.y, job.ld_y, job.T = <float *>t_x.data, t_x.batch, <float *>t_y.data, t_y.batch, T
         cdef Py_ssize_t items = kda_dense_chunks(&job)
-        run(&kda_dense_item, &job, items, <int>max(1, min(<Py_ssize_t>threads_for(T * job.N * job.K // 2), items)),
-            False)
+        run(&kda_dense_item, &job, items, <int>max(1, min(<Py_ssize_t>threads_for(T * job.N * job.K // 2), items)))
 
 
 # ---- ceilings ----
@@ -800,7 +782,7 @@ cdef int one_pass(kda_task_fn *task, int isa, s) except -1:
     job.isa, job.s, job.n = kernels_of(isa), <float *>t.data, s.shape[0]
     cdef int threads = threads_for(job.n)
     job.items = 32 * threads
-    run(task, &job, job.items, threads, False)
+    run(task, &job, job.items, threads)
     return 0
 
 
@@ -808,7 +790,7 @@ cdef int on_every_thread(kda_task_fn *task, int isa, Py_ssize_t rounds) except -
     cdef probe_job job
     job.isa, job.n = kernels_of(isa), rounds
     cdef int threads = threads_for(1 << 60)
-    run(task, &job, threads, threads, False)
+    run(task, &job, threads, threads)
     return threads
 
 

@@ -59,10 +59,10 @@ cdef extern from "kernels.h" nogil:
 
 cdef extern from "threads.h" nogil:
     ctypedef void kda_task_fn(const void *, Py_ssize_t, int) noexcept nogil
-    void kda_parallel_for(kda_task_fn *, const void *, Py_ssize_t, int, int) noexcept
+    enum:
+        KDA_MAX_THREADS
+    void kda_parallel_for(kda_task_fn *, const void *, Py_ssize_t, int) noexcept
     const char *kda_threading() noexcept
-    int kda_openmp_limit() noexcept
-    void kda_raise_openmp_limit(int) noexcept
 
 cdef extern from "jobs.h" nogil:
     enum:

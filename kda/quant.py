@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from kda.runtime import isa_index, isas
 _BITS = (8, 4)
 _GROUPS = (32, 64, 128)
 _FORMAT = "kda-quantized-matrix"  # in the metadata of saved files
+_CHUNK = 1 << 23  # bytes of canonical codes made, read or written at a time: two or three such parts are in memory
 _TOKENS = 1024  # tokens multiplied in one call of the core: bounds what the quantised activations take
 
 
@@ -84,25 +86,19 @@ class QuantizedMatrix:
         if N < 1 or K < 1:
             raise ValueError(f"shape: expected (N >= 1, K >= 1), got {tuple(shape)}")
         _check_form(bits, group_size)
-        groups = -(-K // group_size)
         codes, scales = np.asarray(codes), np.asarray(scales)
-        if codes.dtype.itemsize != 1 or codes.dtype.kind not in "iu" or (bits == 4 and codes.dtype.kind != "u"):
-            raise TypeError(f"codes: expected {'int8' if bits == 8 else 'uint8'}, got {_described(codes)}")
-        if scales.dtype.newbyteorder("=") not in (_F16, _U16):
-            raise TypeError(f"scales: expected float16, got {_described(scales)}")
-        row_bytes = groups * group_size * bits // 8
-        if codes.shape not in ((N, row_bytes), (N * row_bytes,)):
-            raise _shape_error("codes", codes, (N, row_bytes), f" for shape {(N, K)} in groups of {group_size}")
-        if scales.shape not in ((N, groups), (N * groups,)):
-            raise _shape_error("scales", scales, (N, groups), f" for shape {(N, K)} in groups of {group_size}")
-        codes, scales = codes.reshape(N, row_bytes), scales.reshape(N, groups)
-        if row_bytes > 1 and codes.strides[1] != 1:
-            codes = np.ascontiguousarray(codes)
-        if not (scales.flags.c_contiguous and scales.flags.aligned and scales.dtype.isnative):
-            scales = np.array(scales, dtype=scales.dtype.newbyteorder("="), order="C")
-        self = cls._blank((N, K), bits, group_size, isa)
-        _core.matrix_pack(self._row, self._codes, self._scales, codes, scales.view(_U16), K, group_size, bits, False)
-        return self
+        _check_canonical(codes, scales, (N, K), bits, group_size)
+        codes, scales = codes.reshape(N, -1), scales.reshape(N, -1)
+
+        def rows(first: int, last: int) -> tuple[Array, Array]:
+            part, its_scales = codes[first:last], scales[first:last]
+            if part.strides[1] != 1:
+                part = np.ascontiguousarray(part)
+            if not (its_scales.flags.c_contiguous and its_scales.flags.aligned and its_scales.dtype.isnative):
+                its_scales = np.array(its_scales, dtype=its_scales.dtype.newbyteorder("="), order="C")
+            return part, its_scales
+
+        return cls._packed((N, K), bits, group_size, isa, rows)
 
     @classmethod
     def from_gguf(cls, data: Array, shape: Sequence[int], quantization: str, *,
@@ -123,13 +119,17 @@ class QuantizedMatrix:
         if data.dtype != np.uint8 or K % 32 or data.size != N * K // 32 * size:
             raise ValueError(f"data: expected uint8 of {N} x {K} / 32 blocks of {size} bytes, got {_described(data)}")
         blocks = data.reshape(N, K // 32, size)
-        scales = np.ascontiguousarray(blocks[:, :, :2]).view("<f2")[:, :, 0]
-        codes = blocks[:, :, 2:]
-        if quantization == "Q4_0":  # byte i: code i in its low nibble, code i + 16 in its high one
-            each = np.concatenate([codes & 15, codes >> 4], axis=2)
-            codes = each[:, :, 0::2] | each[:, :, 1::2] << 4
-        return cls.from_codes(np.ascontiguousarray(codes).reshape(N, -1), scales, (N, K), 8 if size == 34 else 4, 32,
-                              isa=isa)
+
+        def rows(first: int, last: int) -> tuple[Array, Array]:
+            part = blocks[first:last]
+            scales = np.ascontiguousarray(part[:, :, :2]).view("<f2")[:, :, 0].astype(_F16)
+            codes = part[:, :, 2:]
+            if quantization == "Q4_0":  # byte i: code i in its low nibble, code i + 16 in its high one
+                each = np.concatenate([codes & 15, codes >> 4], axis=2)
+                codes = each[:, :, 0::2] | each[:, :, 1::2] << 4
+            return np.ascontiguousarray(codes).reshape(last - first, -1), scales
+
+        return cls._packed((N, K), 8 if size == 34 else 4, 32, isa, rows)
 
     @classmethod
     def concatenate(cls, matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
@@ -149,8 +149,29 @@ class QuantizedMatrix:
             np.concatenate([m._codes for m in matrices], out=self._codes)
             np.concatenate([m._scales for m in matrices], out=self._scales)
             return self
-        return cls.from_codes(np.concatenate([m.codes for m in matrices]), np.concatenate([m.scales for m in matrices]),
-                              (N, first.shape[1]), first.bits, first.group_size, isa=first.isa)
+
+        def rows(low: int, high: int) -> tuple[Array, Array]:
+            parts, start = [], 0
+            for m in matrices:
+                end = start + m.shape[0]
+                if start < high and low < end:
+                    parts.append(m._canonical(max(low, start) - start, min(high, end) - start))
+                start = end
+            return np.concatenate([codes for codes, _ in parts]), np.concatenate([scales for _, scales in parts])
+
+        return cls._packed((N, first.shape[1]), first.bits, first.group_size, first.isa, rows)
+
+    @classmethod
+    def _packed(cls, shape: tuple[int, int], bits: int, group_size: int, isa: str | None,
+                rows: Callable[[int, int], tuple[Array, Array]]) -> QuantizedMatrix:
+        """From rows(first, last): canonical codes and scales of some rows, in native order and C-contiguous. It is
+        called for about _CHUNK bytes of codes at a time, so the memory that it takes does not grow with the matrix."""
+        self = cls._blank(shape, bits, group_size, isa)
+        for first, last in self._chunks():
+            codes, scales = rows(first, last)
+            _core.matrix_pack(self._row, *self._tiles(first, last), codes, scales.view(_U16), shape[1], group_size,
+                              bits, False)
+        return self
 
     @classmethod
     def _blank(cls, shape: tuple[int, int], bits: int, group_size: int, isa: str | None) -> QuantizedMatrix:
@@ -164,6 +185,24 @@ class QuantizedMatrix:
         start = -raw.ctypes.data % 64
         return cls(raw[start:start + size], np.empty(tiles * lanes * groups, np.uint16), shape, bits, group_size,
                    list(isas())[row])
+
+    def _chunks(self) -> Iterator[tuple[int, int]]:
+        """All rows as ranges [first, last) of whole tiles, of about _CHUNK bytes of codes."""
+        lanes, row_bytes, _ = self._sizes()
+        step = max(_CHUNK // row_bytes // lanes, 1) * lanes
+        for first in range(0, self.shape[0], step):
+            yield first, min(first + step, self.shape[0])
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """(rows of a tile, bytes of a row of canonical codes, groups of a row)."""
+        groups = -(-self.shape[1] // self.group_size)
+        return _core.matrix_layout(self._row)[0], groups * self.group_size * self.bits // 8, groups
+
+    def _tiles(self, first: int, last: int) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:
+        """The packed codes and scales of the tiles that hold rows [first, last); `first` begins one."""
+        lanes, row_bytes, groups = self._sizes()
+        end = -(-last // lanes) * lanes
+        return self._codes[first * row_bytes:end * row_bytes], self._scales[first * groups:end * groups]
 
     # ---- using ----
 
@@ -226,12 +265,16 @@ class QuantizedMatrix:
         grouped = codes.reshape(*scales.shape, self.group_size) * scales.astype(np.float32)[:, :, None]
         return np.ascontiguousarray(grouped.reshape(self.shape[0], -1)[:, :self.shape[1]])
 
-    def _canonical(self) -> tuple[Array, NDArray[np.float16]]:
-        N, K = self.shape
-        groups = -(-K // self.group_size)
-        codes = np.empty((N, groups * self.group_size * self.bits // 8), np.uint8)
-        scales = np.empty((N, groups), np.uint16)
-        _core.matrix_pack(self._row, self._codes, self._scales, codes, scales, K, self.group_size, self.bits, True)
+    def _canonical(self, first: int = 0, last: int | None = None) -> tuple[Array, NDArray[np.float16]]:
+        """Canonical codes and scales of rows [first, last), all by default."""
+        last = self.shape[0] if last is None else last
+        lanes, row_bytes, groups = self._sizes()
+        start = first // lanes * lanes
+        codes = np.empty((last - start, row_bytes), np.uint8)
+        scales = np.empty((last - start, groups), np.uint16)
+        _core.matrix_pack(self._row, *self._tiles(start, last), codes, scales, self.shape[1], self.group_size,
+                          self.bits, True)
+        codes, scales = codes[first - start:], scales[first - start:]
         return codes.view(np.int8) if self.bits == 8 else codes, scales.view(np.float16)
 
     def __repr__(self) -> str:
@@ -241,30 +284,74 @@ class QuantizedMatrix:
     # ---- keeping ----
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the canonical form as safetensors: a file written on one ISA loads on any."""
-        from safetensors.numpy import save_file
-
-        codes, scales = self._canonical()
-        save_file({"codes": codes, "scales": scales}, path, metadata={
-            "format": _FORMAT, "version": "1", "shape": f"{self.shape[0]},{self.shape[1]}", "bits": str(self.bits),
-            "group_size": str(self.group_size)})
+        """Write the canonical form as safetensors, some 16 MiB at a time: a file written on one ISA loads on any."""
+        N, (_, row_bytes, groups) = self.shape[0], self._sizes()
+        codes_end, scales_end = N * row_bytes, N * (row_bytes + 2 * groups)
+        header = json.dumps({
+            "__metadata__": {"format": _FORMAT, "version": "1", "shape": f"{N},{self.shape[1]}",
+                             "bits": str(self.bits), "group_size": str(self.group_size)},
+            "codes": {"dtype": "I8" if self.bits == 8 else "U8", "shape": [N, row_bytes],
+                      "data_offsets": [0, codes_end]},
+            "scales": {"dtype": "F16", "shape": [N, groups], "data_offsets": [codes_end, scales_end]},
+        }).encode()
+        header += b" " * (-len(header) % 8)
+        start = 8 + len(header)
+        with open(path, "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for first, last in self._chunks():  # safetensors' own writer wants all of it in memory
+                codes, scales = self._canonical(first, last)
+                file.seek(start + first * row_bytes)
+                file.write(codes.data)
+                file.seek(start + codes_end + first * 2 * groups)
+                file.write(scales.astype("<f2", copy=False).data)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, isa: str | None = None) -> QuantizedMatrix:
-        """Read what `save` wrote. Raises ValueError for a file of another kind, version or shape."""
+        """Read what `save` wrote, some 16 MiB at a time. Raises ValueError for a file of another kind, version or
+        shape."""
         from safetensors import SafetensorError, safe_open
 
         isa_index(isa)
         try:
             with safe_open(path, framework="numpy") as file:
                 about = file.metadata() or {}
-                if about.get("format") == _FORMAT and about.get("version") == "1":
-                    shape = [int(n) for n in about["shape"].split(",")]
-                    return cls.from_codes(file.get_tensor("codes"), file.get_tensor("scales"), shape,
-                                          int(about["bits"]), int(about["group_size"]), isa=isa)
+                ours = about.get("format") == _FORMAT and about.get("version") == "1"
+                shapes = [file.get_slice(name).get_shape() for name in ("codes", "scales")] if ours else []
+            if ours:
+                N, K = (int(n) for n in about["shape"].split(","))
+                bits, group_size = int(about["bits"]), int(about["group_size"])
+                _check_form(bits, group_size)
+                groups = -(-K // group_size)
+                expected = [[N, groups * group_size * bits // 8], [N, groups]]
+                if N < 1 or K < 1 or shapes != expected:
+                    raise ValueError(f"codes, scales: expected {expected} for shape {(N, K)}, got {shapes}")
+
+                def rows(first: int, last: int) -> tuple[Array, Array]:
+                    # Opened for each chunk: pages of a mapping that were read count as memory until it is closed.
+                    with safe_open(path, framework="numpy") as file:
+                        codes, scales = (file.get_slice(name)[first:last] for name in ("codes", "scales"))
+                    _check_canonical(codes, scales, (last - first, K), bits, group_size)
+                    return codes, scales
+
+                return cls._packed((N, K), bits, group_size, isa, rows)
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: is not a complete {_FORMAT} file: {error}") from error
         raise ValueError(f"{path}: expected a {_FORMAT} file of version 1, got {about or 'no metadata'}")
+
+
+def _check_canonical(codes: Array, scales: Array, shape: tuple[int, int], bits: int, group_size: int) -> None:
+    """TypeError or ValueError if these are not the canonical form of a matrix of `shape`, flat or not."""
+    N, K = shape
+    groups = -(-K // group_size)
+    row_bytes = groups * group_size * bits // 8
+    if codes.dtype.itemsize != 1 or codes.dtype.kind not in "iu" or (bits == 4 and codes.dtype.kind != "u"):
+        raise TypeError(f"codes: expected {'int8' if bits == 8 else 'uint8'}, got {_described(codes)}")
+    if scales.dtype.newbyteorder("=") not in (_F16, _U16):
+        raise TypeError(f"scales: expected float16, got {_described(scales)}")
+    if codes.shape not in ((N, row_bytes), (N * row_bytes,)):
+        raise _shape_error("codes", codes, (N, row_bytes), f" for shape {(N, K)} in groups of {group_size}")
+    if scales.shape not in ((N, groups), (N * groups,)):
+        raise _shape_error("scales", scales, (N, groups), f" for shape {(N, K)} in groups of {group_size}")
 
 
 def _check_form(bits: int, group_size: int) -> None:

@@ -107,23 +107,30 @@ def available_cpus() -> int:
     return max(1, count if quota == math.inf else min(count, math.ceil(quota)))
 
 
-def set_num_threads(n: int) -> None:
-    """Use at most `n` threads per call, in this process. ValueError below 1.
+def _default_threads() -> int:
+    """KDA_NUM_THREADS; or the CPUs that this process may use, OMP_NUM_THREADS if that is less. ImportError for a
+    KDA_NUM_THREADS that is no such number."""
+    own = os.environ.get("KDA_NUM_THREADS", "")
+    if own:
+        if not own.isdecimal() or not 1 <= int(own) <= 1024:
+            raise ImportError(f"KDA_NUM_THREADS={own!r}: expected 1 to 1024 threads")
+        return int(own)
+    others = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2": of nested regions
+    return min(available_cpus(), int(others)) if others.isdecimal() and int(others) else available_cpus()
 
-    The number also stays within what OpenMP grants the calling thread (OMP_NUM_THREADS, threadpoolctl);
-    asking for more than that here raises that grant for the calling thread.
-    """
+
+def set_num_threads(n: int) -> None:
+    """Use at most `n` threads per call, in this process, whichever thread calls. ValueError below 1."""
     if isinstance(n, bool) or not hasattr(n, "__index__"):
         raise TypeError(f"n: expected an int, got {type(n).__name__}")
     n = n.__index__()
     if not 1 <= n <= 1024:
         raise ValueError(f"n: expected 1 to 1024 threads, got {n}")
     _core.set_thread_limit(n)
-    _core.raise_openmp_limit(n)
 
 
 def get_num_threads() -> int:
-    """The most threads a call made now, from this thread, would use. Small calls use fewer."""
+    """The most threads a call uses now. Small calls use fewer; so does one made while another has the threads."""
     return _core.threads_now()
 
 
@@ -176,7 +183,7 @@ def show_runtime() -> None:
     assert isinstance(rows, dict)
     for name, state in rows.items():
         print(f"           {name}: {state}")
-    note = "" if info["threading"] == "openmp" else " (built without OpenMP: every call runs on one thread)"
+    note = " (built without threads: every call runs on one)" if info["threading"] == "serial" else ""
     print(f"threads    {info['threads']} of {info['cpus_available']} CPUs, {info['threading']}{note}")
     caches = info["caches"]
     assert isinstance(caches, dict)
@@ -186,6 +193,4 @@ def show_runtime() -> None:
 
 
 _chosen = _choose()
-_core.set_thread_limit(available_cpus())
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_core.after_fork_in_child)
+_core.set_thread_limit(_default_threads())

@@ -62,7 +62,8 @@ def python(code, *, timeout=120, check=True, **environment):
     Under emulation an interpreter cannot start itself; KDA_TEST_PYTHON is the command that starts one there.
     """
     command = shlex.split(os.environ.get("KDA_TEST_PYTHON", "")) or [sys.executable]
-    env = {name: value for name, value in os.environ.items() if name not in ("KDA_ISA", "OMP_NUM_THREADS")}
+    ours = ("KDA_ISA", "KDA_NUM_THREADS", "OMP_NUM_THREADS")
+    env = {name: value for name, value in os.environ.items() if name not in ours}
     env |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)} | environment
     try:
         done = subprocess.run([*command, "-c", code], env=env, timeout=timeout, capture_output=True, text=True)

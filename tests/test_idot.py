@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kda
-from kda import QuantizedMatrix, _core, reference
+from kda import QuantizedMatrix, _core, quant, reference
 
 FORMS = [(bits, group) for bits in (8, 4) for group in (32, 64, 128)]
 SHAPES = [(1, 1), (3, 31), (5, 33), (16, 64), (17, 129), (64, 128), (70, 300)]
@@ -518,6 +518,82 @@ def test_a_saved_file_loads_on_any_isa(isa, bits, group, tmp_path):
         assert same_bits(again.codes, codes)
         assert same_bits(again.scales, scales)
         assert same_bits(again.matmul(x), m.matmul(x))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_parts_make_the_same_matrix(isa, bits, tmp_path, monkeypatch):
+    """Read, converted, unpacked and written in parts of a tile, of some tiles and at once: the same bits."""
+    rng = np.random.default_rng(18)
+    codes, scales = canonical(rng, 147, 200, bits, 32)
+    x = rng.standard_normal((3, 200)).astype(np.float32)
+    files = []
+    for size, most in ((1, 16), (6000, 96), (1 << 24, 147)):  # a part has this many rows at most
+        monkeypatch.setattr(quant, "_CHUNK", size)
+        m = QuantizedMatrix.from_codes(codes, scales, (147, 200), bits, 32, isa=isa)
+        assert max(last - first for first, last in m._chunks()) <= most
+        m.save(tmp_path / "w")
+        files.append((tmp_path / "w").read_bytes())
+        parts = [QuantizedMatrix.from_codes(codes[a:b], scales[a:b], (b - a, 200), bits, 32, isa=isa)
+                 for a, b in ((0, 50), (50, 51), (51, 147))]
+        for made in (m, QuantizedMatrix.load(tmp_path / "w", isa=isa), QuantizedMatrix.concatenate(parts),
+                     QuantizedMatrix.from_codes(np.asfortranarray(codes), scales.astype(">f2"), (147, 200), bits, 32)):
+            assert same_bits(made.codes, codes)
+            assert same_bits(made.scales, scales)
+            assert same_bits(made.matmul(x), m.matmul(x))
+    assert files[0] == files[1] == files[2]
+
+
+def test_save_writes_what_safetensors_reads(isa, tmp_path):
+    from safetensors.numpy import load_file
+
+    codes, scales = canonical(np.random.default_rng(19), 37, 100, 4, 32)
+    QuantizedMatrix.from_codes(codes, scales, (37, 100), 4, 32, isa=isa).save(tmp_path / "w")
+    loaded = load_file(tmp_path / "w")
+    assert sorted(loaded) == ["codes", "scales"]
+    assert same_bits(loaded["codes"], codes)
+    assert same_bits(loaded["scales"], scales)
+
+
+MEMORY = """
+import re
+from pathlib import Path
+import numpy as np
+from kda import QuantizedMatrix
+N, K = 65536, 4096
+def peak():
+    return int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+def matrix(rows):
+    m = QuantizedMatrix._blank((rows, K), 8, 128, None)
+    m._codes[:], m._scales[:] = 1, 0x3c00
+    return m
+{before}
+start = peak()
+m = {make}
+print(peak() - start - {kept})
+"""
+PATHS = {
+    "save": ("m = matrix(N)", "m.save({path!r})", 0),
+    "load": ("pass", "QuantizedMatrix.load({path!r})", "m.nbytes"),
+    "from_codes": ("codes, scales = np.ones((K, N), np.int8).T, np.ones((N, K // 128), np.float16)",
+                   "QuantizedMatrix.from_codes(codes, scales, (N, K))", "m.nbytes"),
+    "from_gguf": ("blocks = np.ones(N * K // 32 * 34, np.uint8)",
+                  "QuantizedMatrix.from_gguf(blocks, (N, K), 'Q8_0')", "m.nbytes"),
+    "concatenate": ("parts = [matrix(N // 2 - 1), matrix(N // 2 + 1)]", "QuantizedMatrix.concatenate(parts)",
+                    "m.nbytes"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_beside_the_matrix(tmp_path):
+    """256 MiB of codes: what each way of making or keeping them takes at its peak, beside its input and result."""
+    path = str(tmp_path / "w")
+    extra = {}
+    for name, (before, make, kept) in PATHS.items():
+        code = MEMORY.format(before=before, make=make.format(path=path), kept=kept)
+        extra[name] = int(python(code, OPENBLAS_NUM_THREADS="1").stdout) / 2**20
+    assert max(extra.values()) < 40, extra
+    assert Path(path).stat().st_size > 2**28
 
 
 def test_load_refuses_other_files(tmp_path):

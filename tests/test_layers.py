@@ -13,7 +13,7 @@ PACKAGE = Path(kda.__file__).parent
 
 # Data goes left to right; a file imports only from its own column or one to its left.
 COLUMNS = [
-    ["_core", "_openmp"],
+    ["_core"],
     ["runtime", "reference"],
     ["ops", "quant", "dense"],
     ["config", "weights", "state", "layer"],

@@ -19,6 +19,7 @@ import kda
 from kda import _core
 
 ROOT = Path(__file__).parent.parent
+SIMD = ROOT / "kda/_simd"
 LIBRARY = {"expf", "log1pf", "sqrtf"}  # libm, from isa_scalar.c
 COMPILER_MADE = {"_GLOBAL_OFFSET_TABLE_", "__stack_chk_fail", "__stack_chk_guard"}
 
@@ -37,7 +38,7 @@ def load_setup():
 def setup_py():
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        for name in ("KDA_CFLAGS", "KDA_EMULATE", "KDA_OPENMP"):
+        for name in ("KDA_CFLAGS", "KDA_EMULATE", "KDA_THREADS"):
             patch.delenv(name, raising=False)
         yield load_setup()
 
@@ -77,7 +78,7 @@ def machine(setup_py):
 def objects(setup_py, compiler, machine, tmp_path_factory):
     """{file name without .o: path} of everything under kda/_simd that this machine's build links."""
     folder = tmp_path_factory.mktemp("objects")
-    paths = setup_py.compile_objects(compiler, machine, folder, setup_py.openmp_flags(compiler)[0])
+    paths = setup_py.compile_objects(compiler, machine, folder)
     return {Path(path).stem: Path(path) for path in paths}
 
 
@@ -133,9 +134,28 @@ def test_the_extension_exports_its_init_function_only(binutils):
     assert symbols(binutils, _core.__file__, "-D", "--defined-only") == {"PyInit__core"}
 
 
+@pytest.mark.parametrize("flags", [[], ["-fsanitize=thread"]], ids=["plain", "thread_sanitizer"])
+def test_the_pool_alone(setup_py, compiler, tmp_path, flags):
+    """Every item once, whoever calls from where; workers wake; a forked child has its own."""
+    command = [*compiler.compiler, *setup_py.GNU_FLAGS, "-pthread", *flags, f"-I{SIMD}", ROOT / "tests/pool_check.c",
+               SIMD / "threads.c", "-o", tmp_path / "pool_check"]
+    built = subprocess.run(command, capture_output=True, text=True)
+    if built.returncode and flags:
+        pytest.skip("the compiler has no ThreadSanitizer")
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([tmp_path / "pool_check"], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+
+
+@pytest.mark.skipif(_core.threading() == "serial", reason="built without threads")
+def test_the_extension_stays_in_memory(binutils):
+    """Sleeping workers wake in its code."""
+    assert "NODELETE" in binutils("readelf", "-d", _core.__file__)
+
+
 def test_a_machine_without_a_row_gets_scalar_alone(setup_py, compiler, binutils, tmp_path):
     unknown = setup_py.machine_of("linux-riscv64")
-    paths = {Path(path).stem: path for path in setup_py.compile_objects(compiler, unknown, tmp_path, [])}
+    paths = {Path(path).stem: path for path in setup_py.compile_objects(compiler, unknown, tmp_path)}
     assert {name for name in paths if name.startswith("isa_")} == {"isa_scalar"}
     assert {s for s in symbols(binutils, paths["dispatch"], "-u") if s.startswith("kda_")} == {
         "kda_cpu_features", "kda_scalar"}

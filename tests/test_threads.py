@@ -1,6 +1,5 @@
 """Threads and the choice of the ISA: the same bits on any number of threads, and nothing that hangs."""
 import os
-import re
 import signal
 import sys
 import threading
@@ -14,7 +13,8 @@ from helpers import ISAS, make_inputs, python, same_bits
 import kda
 from kda import _core, runtime
 
-OPENMP = _core.threading() == "openmp"
+THREADED = _core.threading() != "serial"
+CPUS = runtime.available_cpus()
 
 
 # ---- the same bits ----
@@ -85,7 +85,7 @@ def test_nan_stays_in_its_sequence_across_threads(isa, threads):
 # ---- how many ----
 
 def expected(n):
-    return n if OPENMP else 1
+    return n if THREADED else 1
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
@@ -111,7 +111,7 @@ def test_bad_thread_counts(threads, n, error, message):
 def test_the_default_is_what_the_process_may_use():
     done = python("import kda; from kda import runtime; print(kda.get_num_threads(), runtime.available_cpus())")
     threads, cpus = map(int, done.stdout.split())
-    assert threads == (cpus if OPENMP else 1)
+    assert threads == (cpus if THREADED else 1)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="affinity can be set on Linux only")
@@ -150,28 +150,27 @@ def test_cgroup_files(tmp_path, monkeypatch, files, cpus):
     assert runtime._cgroup_cpus() == cpus
 
 
-@pytest.mark.skipif(not OPENMP, reason="built without OpenMP")
-def test_omp_num_threads():
-    code = """if True:
-        import kda, numpy as np
-        print(kda.get_num_threads())
-        kda.set_num_threads(3)
-        print(kda.get_num_threads())"""
-    done = python(code, OMP_NUM_THREADS="1")
-    assert done.stdout.split() == ["1", "3"]  # the environment is the default; asking for more is asking
+COUNTS = "import kda; print(kda.get_num_threads()); kda.set_num_threads(3); print(kda.get_num_threads())"
 
 
-@pytest.mark.skipif(not OPENMP, reason="built without OpenMP")
-def test_threadpoolctl(threads):
-    from threadpoolctl import threadpool_info, threadpool_limits
-    threads(3)
-    assert "openmp" in {pool["user_api"] for pool in threadpool_info()}
-    with threadpool_limits(1, user_api="openmp"):
-        assert kda.get_num_threads() == 1
-    assert kda.get_num_threads() == 3
+@pytest.mark.skipif(not THREADED, reason="built without threads")
+@pytest.mark.parametrize(("environment", "default"), [
+    ({"OMP_NUM_THREADS": "1"}, 1), ({"OMP_NUM_THREADS": " 1,2"}, 1), ({"OMP_NUM_THREADS": "1000"}, CPUS),
+    ({"OMP_NUM_THREADS": "0"}, CPUS), ({"OMP_NUM_THREADS": "many"}, CPUS), ({"OMP_NUM_THREADS": ""}, CPUS),
+    ({"KDA_NUM_THREADS": "5", "OMP_NUM_THREADS": "1"}, 5), ({"KDA_NUM_THREADS": ""}, CPUS)])
+def test_the_environment_is_the_default(environment, default):
+    """And asking for more is asking."""
+    assert [int(n) for n in python(COUNTS, **environment).stdout.split()] == [default, 3]
 
 
-@pytest.mark.skipif(not (OPENMP and sys.platform == "linux"), reason="counts threads in /proc")
+@pytest.mark.parametrize("value", ["0", "1025", "-1", "2.0", "two"])
+def test_bad_number_in_the_environment(value):
+    done = python("import kda", KDA_NUM_THREADS=value, check=False)
+    assert done.returncode == 1
+    assert f"ImportError: KDA_NUM_THREADS='{value}': expected 1 to 1024 threads" in done.stderr
+
+
+@pytest.mark.skipif(not (THREADED and sys.platform == "linux"), reason="counts threads in /proc")
 def test_large_calls_use_the_threads_and_small_ones_do_not():
     done = python("""if True:
         import os, kda, numpy as np
@@ -190,6 +189,44 @@ def test_large_calls_use_the_threads_and_small_ones_do_not():
     assert done.stdout.split() == ["0", "2"]
 
 
+@pytest.mark.skipif(not (THREADED and sys.platform == "linux"), reason="reads /proc")
+def test_signals_are_not_for_the_workers():
+    """Ctrl-C interrupts the main thread; a fault in a worker is still reported."""
+    done = python("""if True:
+        import os, re, signal, time, kda, numpy as np
+        before = set(os.listdir("/proc/self/task"))
+        kda.set_num_threads(3)
+        kda.l2norm(np.ones((1, 512, 8, 128), np.float32))
+        def blocked(task):
+            mask = int(re.search("SigBlk:\\t(.*)", open(f"/proc/self/task/{task}/status").read())[1], 16)
+            return [mask >> n - 1 & 1 for n in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGSEGV)]
+        for task in set(os.listdir("/proc/self/task")) - before:
+            for _ in range(500):  # while a thread begins, the system's library blocks everything
+                if blocked(task) != [1, 1, 1, 1]: break
+                time.sleep(0.01)
+            print(*blocked(task))
+        os.kill(os.getpid(), signal.SIGINT)""", OPENBLAS_NUM_THREADS="1", check=False)
+    assert done.stdout.split("\n") == ["1 1 1 0", "1 1 1 0", ""]
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("how", ["sys.exit(5)", "os._exit(5)"])
+def test_the_program_ends_in_the_middle_of_a_call(how):
+    """Nobody waits for the workers, and they do not go on in memory that is gone."""
+    code = """if True:
+        import os, sys, threading, time, kda, numpy as np
+        kda.set_num_threads(3)
+        one = np.ones((1, 4096, 4, 128), np.float32)
+        def call():
+            while True:
+                kda.fused_recurrent_kda(one, one, one, -one, one[..., 0])
+        threading.Thread(target=call, daemon=True).start()
+        time.sleep(0.05)
+        """ + how
+    for _ in range(3):
+        assert python(code, check=False, timeout=60).returncode == 5
+
+
 def test_show_runtime_tells(capsys):
     kda.show_runtime()
     shown = capsys.readouterr().out
@@ -197,14 +234,14 @@ def test_show_runtime_tells(capsys):
     assert _core.threading() in shown
     for name in kda.isas():
         assert f"{name}: " in shown
-    if not OPENMP:
-        assert "built without OpenMP" in shown
+    if not THREADED:
+        assert "built without threads" in shown
 
 
 def test_show_runtime_says_serial(capsys, monkeypatch):
     monkeypatch.setattr(_core, "threading", lambda: "serial")
     kda.show_runtime()
-    assert "serial (built without OpenMP: every call runs on one thread)" in capsys.readouterr().out
+    assert "serial (built without threads: every call runs on one)" in capsys.readouterr().out
 
 
 # ---- fork, the GIL, callers on many threads ----
@@ -227,7 +264,7 @@ def wait_for(pid, seconds):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_fork_after_a_parallel_region(threads):
-    """OpenMP's threads do not survive fork; the child computes the same bits on its one thread."""
+    """The parent's threads do not come along; the child starts its own."""
     threads(3)
     x = make_inputs(**BIG)
     want = kda.fused_recurrent_kda(**x)[0]
@@ -236,7 +273,8 @@ def test_fork_after_a_parallel_region(threads):
         status = 3
         try:
             same = same_bits(kda.fused_recurrent_kda(**x)[0], want)
-            status = 0 if same and kda.get_num_threads() == 1 else 1
+            right = sys.platform != "linux" or len(os.listdir("/proc/self/task")) == expected(3)
+            status = 0 if same and right and kda.get_num_threads() == expected(3) else 1
         finally:
             os._exit(status)
     assert wait_for(pid, 60) == 0
@@ -376,24 +414,3 @@ def test_the_core_refuses_an_isa_that_does_not_run_here():
     for index in [-1, len(kda.isas()), *[i for i, n in enumerate(kda.isas()) if n not in ISAS]]:
         with pytest.raises(ValueError, match="no such ISA on this machine"):
             _core.kernel_addresses(index)
-
-
-# ---- how threads wait ----
-
-def spin_count(**environment):
-    """(what GNU's OpenMP says it spins, what a child process would see), after import kda."""
-    done = python("import os, kda; print(os.environ.get('GOMP_SPINCOUNT'))", OMP_DISPLAY_ENV="verbose", **environment)
-    found = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
-    if not found:
-        pytest.skip("not GNU's OpenMP: it has its own defaults")
-    return int(found[1]), done.stdout.strip()
-
-
-@pytest.mark.skipif(not OPENMP, reason="built without threads")
-def test_idle_threads_soon_sleep(monkeypatch):
-    """With libgomp's default of 300000 a busy neighbour on one core made a step 100 times slower."""
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
-    assert spin_count() == (2000, "None")
-    assert spin_count(GOMP_SPINCOUNT="77") == (77, "77")
-    assert spin_count(OMP_WAIT_POLICY="passive") == (0, "None")

@@ -25,7 +25,7 @@ if [ ! -e "$CACHE/root.done" ]; then # Debian's arm64 Python, unpacked in a fold
         -o Dir::Etc::sourceparts="$A/parts" -o Dir::Etc::sourcelist=/dev/null -o APT::Install-Recommends=false
         -o Debug::NoLocking=true -o APT::Sandbox::User=root)
     "${apt[@]}" update
-    "${apt[@]}" -y --download-only install python3 libgomp1 libstdc++6
+    "${apt[@]}" -y --download-only install python3 libstdc++6
     for deb in "$A"/archives/*.deb; do dpkg -x "$deb" "$ROOT"; done
     touch "$CACHE/root.done"
 fi

@@ -1,20 +1,18 @@
-/* The one place that knows about threads. */
+/* The one place that knows about threads: a pool of workers that share the items of one call. */
 #ifndef KDA_THREADS_H
 #define KDA_THREADS_H
 #include <stddef.h>
 
+enum { KDA_MAX_THREADS = 1024 };
+
 typedef void kda_task_fn(const void *job, ptrdiff_t item, int thread);
 
-/* task(job, i, thread) for i in [0, items), on up to `threads` threads; thread is in [0, threads).
- * uneven: items differ in size, so hand them out one by one instead of in equal runs. */
-void kda_parallel_for(kda_task_fn *task, const void *job, ptrdiff_t items, int threads, int uneven);
+/* task(job, i, thread) once for each i in [0, items), on up to `threads` threads; thread is in [0, threads).
+ * Returns when all are done. One job has the workers at a time: a call made meanwhile, by another thread or from
+ * within a task, does all of its items itself. */
+void kda_parallel_for(kda_task_fn *task, const void *job, ptrdiff_t items, int threads);
 
-/* "openmp" or "serial". */
+/* What the workers are: "pthreads", "windows", or "serial" where there are none. */
 const char *kda_threading(void);
-
-/* How many threads OpenMP would use for a region that this thread starts now: OMP_NUM_THREADS,
- * threadpoolctl and omp_set_num_threads all speak through this. 1 without OpenMP. */
-int kda_openmp_limit(void);
-void kda_raise_openmp_limit(int threads);
 
 #endif
