@@ -1,9 +1,10 @@
-"""The `kda` command: info, check, plan, bench."""
+"""The `kda` command: info, check, plan, ceiling, bench, compare, history, dashboard."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib.resources import files
@@ -11,10 +12,13 @@ from pathlib import Path
 
 import kda
 from kda import check, runtime
-from kda.perf import bench
+from kda.perf import bench, ceiling, nvme
 from kda.plan import EXPERT_FORMATS, WEIGHT_FORMATS, render
 
 SHIPPED = ("kimi_linear_48b", "kimi_k3")  # in kda/data
+
+
+CONFIG = f"a config.json, a directory that holds one, or one of the shipped {', '.join(SHIPPED)}"
 
 
 def contexts(text: str) -> list[int]:
@@ -29,7 +33,8 @@ def parser() -> argparse.ArgumentParser:
     """The arguments of every subcommand."""
     top = argparse.ArgumentParser(prog="kda", description="Kimi Delta Attention on CPUs.")
     top.add_argument("--version", action="version", version=f"kda {kda.__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="info | check | plan | bench")
+    commands = top.add_subparsers(dest="command", required=True,
+                                  metavar="info | check | plan | ceiling | bench | compare | history | dashboard")
 
     info = commands.add_parser("info", help="the ISA chosen and why, the others, threads and caches")
     info.add_argument("-o", "--output", choices=["text", "json"], default="text")
@@ -44,8 +49,7 @@ def parser() -> argparse.ArgumentParser:
         "plan", help="memory, work and traffic of a model, from its config.json",
         description="Memory for state and weights, MAC, FLOP and bytes per token, and what grows with the context; "
                     "with --bandwidth also what a disk allows that holds the routed experts.")
-    planner.add_argument("config", metavar="CONFIG", help="a config.json, a directory that holds one, or one of the "
-                                                          f"shipped {', '.join(SHIPPED)}")
+    planner.add_argument("config", metavar="CONFIG", help=CONFIG)
     planner.add_argument("--context", type=contexts, default=[4096], metavar="N[,N...]", help="tokens; default: 4096")
     planner.add_argument("--batch", type=int, default=1, metavar="N", help="sequences; default: 1")
     planner.add_argument("--format", choices=WEIGHT_FORMATS, default="q8g", help="of the weights; default: q8g")
@@ -54,6 +58,29 @@ def parser() -> argparse.ArgumentParser:
     planner.add_argument("--hit-rate", type=float, default=0.0, metavar="SHARE", help="of expert bytes found in memory")
     planner.add_argument("-o", "--output", choices=["text", "md", "json"], default="text")
     planner.set_defaults(run=run_plan)
+
+    limits = commands.add_parser(
+        "ceiling", help="this machine's limits: memory, caches, multiply-adds, a disk, and a model bound by that disk",
+        description="Reading memory and the caches, in-place passes, float32 and int8 multiply-adds in registers, per "
+                    "number of threads. --disk also measures a disk, past the page cache. --config adds what a model "
+                    "whose experts are on that disk can reach: a routing trace replayed over caches of several sizes, "
+                    "what binds, and how much of a token's time is KDA's.")
+    limits.add_argument("--disk", metavar="PATH", help="a folder, where a test file is written and deleted, or a file "
+                                                       "to be read")
+    limits.add_argument("--file-gib", type=float, default=1.0, metavar="N", help="of the test file; default: 1")
+    limits.add_argument("--config", metavar="CONFIG", help=CONFIG)
+    limits.add_argument("--bandwidth", metavar="SPEED", help="of a disk that is not here, like 12.78GB/s")
+    limits.add_argument("--quant", choices=ceiling.FORMATS, default="q8g",
+                        help="format of experts and weights; vq3r: of the experts, other weights q8g; default: q8g")
+    limits.add_argument("--context", type=int, default=4096, metavar="N", help="tokens; default: 4096")
+    limits.add_argument("--cache-gib", type=float, action="append", default=[], metavar="N",
+                        help="a size of the experts' cache in memory, in GiB, besides those shown anyway; repeatable")
+    limits.add_argument("--trace", metavar="FILE", help="routing to replay, one token a line: {\"layers\": [[expert "
+                        "ids], ...]}; or `synthetic`; default: the shipped one, if it fits the model")
+    limits.add_argument("--plot", metavar="FILE.html", help="the model's curve as a page (needs plotly)")
+    limits.add_argument("--seconds", type=float, default=1.0, metavar="N", help="for each measurement; default: 1")
+    limits.add_argument("-o", "--output", choices=["text", "md", "json"], default="text")
+    limits.set_defaults(run=run_ceiling)
 
     measure = commands.add_parser(
         "bench", help="time decode, prefill and the epilogues of Kimi-Linear and K3 beside this machine's limits",
@@ -66,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
                          help="6 seconds instead of 25, without K3's 69 layers and the prompt of 8,192 tokens")
     measure.set_defaults(run=run_bench)
 
-    for command in (checks, measure):
+    for command in (checks, limits, measure):
         command.add_argument("--isa", metavar="NAME", help="one of kda.isas(); default: "
                              + ("all that run here" if command is checks else "the one of kda info"))
         command.add_argument("--threads", type=int, metavar="N", help="at most N threads; default: kda info's")
@@ -74,6 +101,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_info(args: argparse.Namespace) -> int:
+    """`kda info`"""
     if args.output == "json":
         print(json.dumps({"version": kda.__version__, **runtime.runtime_info()}, indent=2))
     else:
@@ -83,17 +111,24 @@ def run_info(args: argparse.Namespace) -> int:
 
 
 def run_check(args: argparse.Namespace) -> int:
+    """`kda check`"""
     results, seconds = check.run([args.isa] if args.isa else None, progress=bench.progress_bar())
     print(check.render(results, seconds))
     return 0 if all(r.passed for r in results) else 1
 
 
+def read_config(name: str) -> kda.KDAConfig:
+    """The model that CONFIG names."""
+    path = Path(name)
+    if name in SHIPPED and not path.exists():
+        path = Path(str(files("kda").joinpath("data", f"{name}.json")))
+    return kda.KDAConfig.from_hf(path)
+
+
 def run_plan(args: argparse.Namespace) -> int:
-    path = Path(args.config)
+    """`kda plan`"""
     try:
-        if args.config in SHIPPED and not path.exists():
-            path = Path(str(files("kda").joinpath("data", f"{args.config}.json")))
-        config = kda.KDAConfig.from_hf(path)
+        config = read_config(args.config)
         plans = [kda.plan(config, n, args.batch, args.format, expert_format=args.experts) for n in args.context]
         disk = None
         if args.bandwidth is not None:
@@ -102,8 +137,7 @@ def run_plan(args: argparse.Namespace) -> int:
                 raise ValueError("--bandwidth: the config has no routed experts, or not their size")
             disk = kda.nvme_ceiling(read, args.bandwidth, args.hit_rate)
     except (OSError, ValueError) as wrong:
-        print(f"kda plan: {wrong}", file=sys.stderr)
-        return 2
+        return refused("plan", wrong)
     if args.output == "json":
         bound = None if disk is None else {"tokens_per_s": float(disk), "bandwidth": args.bandwidth,
                                            "hit_rate": args.hit_rate, "bytes_read_per_token": disk.bytes_read}
@@ -116,7 +150,39 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def refused(command: str, why: object) -> int:
+    """Exit status 2, after a line that says why."""
+    print(f"kda {command}: {why}", file=sys.stderr)
+    return 2
+
+
+def run_ceiling(args: argparse.Namespace) -> int:
+    """`kda ceiling`"""
+    words = ["kda ceiling"]
+    for name in ("disk", "config", "bandwidth", "quant", "trace", "isa", "threads"):
+        value = getattr(args, name)
+        if value is not None and not (name == "quant" and args.config is None):
+            words.append(f"--{name} {value}")
+    words += [f"--cache-gib {n:g}" for n in args.cache_gib]
+    try:
+        config = None if args.config is None else read_config(args.config)
+        result = ceiling.run(config, args.disk, args.bandwidth, args.quant, args.context, args.cache_gib, args.trace,
+                             args.isa, args.seconds, round(args.file_gib * 2**30), bench.progress_bar(),
+                             " ".join(words))
+        if args.plot:
+            if result["model"] is None:
+                raise ValueError("--plot: needs --config")
+            nvme.figure(result["model"]).write_html(args.plot, include_plotlyjs=True)
+    except ImportError:
+        return refused("ceiling", "--plot needs plotly: pip install 'kda-kernels[dashboard]'")
+    except (OSError, ValueError) as wrong:
+        return refused("ceiling", wrong)
+    print(json.dumps(result, indent=2) if args.output == "json" else ceiling.render(result, args.output))
+    return 0
+
+
 def run_bench(args: argparse.Namespace) -> int:
+    """`kda bench`"""
     words = ["kda bench", f"-o {args.output}" if args.output != "text" else "", "--quick" if args.quick else "",
              f"--isa {args.isa}" if args.isa else "", f"--threads {args.threads}" if args.threads else ""]
     result = bench.run(args.quick, args.isa, progress=bench.progress_bar(), command=" ".join(filter(None, words)))
@@ -125,7 +191,11 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns its exit status: 0, 1 for a failed check, 2 for a request that cannot be met."""
+    """Run one subcommand; returns its exit status.
+
+    0; 1 for a failed check or a slower kernel; 2 for a request that cannot be met; 141 (128 + SIGPIPE, as the shell
+    has it) if whoever read the output stopped reading.
+    """
     args = parser().parse_args(argv)
     for option, use in (("isa", runtime.isa_index), ("threads", runtime.set_num_threads)):
         value = getattr(args, option, None)
@@ -135,5 +205,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as wrong:
             print(f"kda {args.command} --{option}: {wrong}", file=sys.stderr)
             return 2
-    status: int = args.run(args)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails too
+        return 141
     return status

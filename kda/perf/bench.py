@@ -379,16 +379,20 @@ NOTES = [
 ]
 
 
-def render(result: dict[str, Any], form: str) -> str:
-    """The result as "text" or "md"."""
+def heading(result: dict[str, Any], form: str) -> str:
+    """What ran, when and where."""
     m = result["machine"]
     caches = ", ".join(f"{name} {size // 1024} KiB" for name, size in m["cache_bytes"].items())
     where = f"{m['cpu']} ({caches or 'caches unknown'}), {m['threads']} threads, ISA {m['isa']}, {m['system']}, " \
             f"Python {m['python']}, numpy {m['numpy']}, kda {m['kda']}"
     if form == "md":
-        lines = [f"`{result['command']}`, {result['date'][:10]}: {where}."]
-    else:
-        lines = [f"{result['command']}, {result['date']}\n{where}"]
+        return f"`{result['command']}`, {result['date'][:10]}: {where}."
+    return f"{result['command']}, {result['date']}\n{where}"
+
+
+def render(result: dict[str, Any], form: str) -> str:
+    """The result as "text" or "md"."""
+    lines = [heading(result, form)]
     notes = NOTES[:1]
     for (kinds, columns), note in zip(TABLES.items(), NOTES[1:], strict=True):
         rows = [[read(row) for _, read in columns] for row in result["rows"] if row["kind"] in kinds]
