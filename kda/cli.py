@@ -12,7 +12,7 @@ from pathlib import Path
 
 import kda
 from kda import check, runtime
-from kda.perf import bench, ceiling, nvme
+from kda.perf import bench, ceiling, compare, dashboard, history, nvme, results
 from kda.plan import EXPERT_FORMATS, WEIGHT_FORMATS, render
 
 SHIPPED = ("kimi_linear_48b", "kimi_k3")  # in kda/data
@@ -92,6 +92,41 @@ def parser() -> argparse.ArgumentParser:
     measure.add_argument("--quick", action="store_true",
                          help="6 seconds instead of 25, without K3's 69 layers and the prompt of 8,192 tokens")
     measure.set_defaults(run=run_bench)
+
+    against = commands.add_parser(
+        "compare", help="two result files: what became slower, the machine's own drift taken out",
+        description="Joins two files of `kda bench -o json` or of pytest-benchmark by name, ISA and threads. A row is "
+                    "judged by its speed relative to what was timed in turn with it, where both files have that. Exit "
+                    "status 1 if a row is slower or a counter (MAC, FLOP, bytes, instructions) changed, 2 if the files "
+                    "are of different machines.")
+    against.add_argument("old", metavar="OLD.json")
+    against.add_argument("new", metavar="NEW.json")
+    against.add_argument("--tolerance", type=float, default=compare.TOLERANCE, metavar="SHARE",
+                         help=f"slower by less is not reported; default: {compare.TOLERANCE:g}")
+    against.add_argument("--other-machine", action="store_true", help="compare relative speeds of different machines")
+    against.add_argument("-o", "--output", choices=["text", "md"], default="text")
+    against.set_defaults(run=run_compare)
+
+    past = commands.add_parser("history", help="results over commits in one file, and exports of it")
+    deeds = past.add_subparsers(dest="deed", required=True, metavar="add | export")
+    adding = deeds.add_parser("add", help="put result files into a history, in place of those of the same commit",
+                              description="Takes JSON of `kda bench`, `kda ceiling` and pytest-benchmark.")
+    adding.add_argument("history", metavar="HISTORY.jsonl")
+    adding.add_argument("results", nargs="+", metavar="RESULT.json")
+    adding.add_argument("--commit", metavar="HASH", help="default: HEAD of the git checkout here")
+    adding.add_argument("--date", metavar="ISO8601", help="of the commit; with --commit; default: that of the result")
+    export = deeds.add_parser("export", help="the benchmarks of one commit for another tool, on standard output")
+    export.add_argument("history", metavar="HISTORY.jsonl")
+    export.add_argument("--to", choices=list(history.EXPORTS), required=True)
+    export.add_argument("--commit", metavar="HASH", help="default: the last in the file")
+    past.set_defaults(run=run_history)
+
+    page = commands.add_parser("dashboard", help="one static page of a history: trends, roofline, counts, the disk",
+                               description="Needs plotly: pip install 'kda-kernels[dashboard]'. The page needs nothing "
+                                           "else and no network.")
+    page.add_argument("history", metavar="HISTORY.jsonl")
+    page.add_argument("-o", "--output", required=True, metavar="DIR", help="index.html is written there")
+    page.set_defaults(run=run_dashboard)
 
     for command in (checks, limits, measure):
         command.add_argument("--isa", metavar="NAME", help="one of kda.isas(); default: "
@@ -187,6 +222,44 @@ def run_bench(args: argparse.Namespace) -> int:
              f"--isa {args.isa}" if args.isa else "", f"--threads {args.threads}" if args.threads else ""]
     result = bench.run(args.quick, args.isa, progress=bench.progress_bar(), command=" ".join(filter(None, words)))
     print(json.dumps(result, indent=2) if args.output == "json" else bench.render(result, args.output))
+    return 0
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """`kda compare`"""
+    try:
+        found = compare.compare(results.read(args.old), results.read(args.new), args.tolerance, args.other_machine)
+    except (OSError, ValueError) as wrong:
+        return refused("compare", wrong)
+    print(compare.render(found, args.output))
+    return 1 if found.failed else 0
+
+
+def run_history(args: argparse.Namespace) -> int:
+    """`kda history`"""
+    try:
+        if args.deed == "export":
+            lines = history.benchmarks(history.read(args.history), args.commit)
+            print(json.dumps(history.EXPORTS[args.to](lines), indent=2))
+            return 0
+        commit, date = (args.commit, args.date) if args.commit else history.git_commit()
+        new = [line for path in args.results for line in history.lines_of(path, commit, date)]
+        added, replaced = history.add(args.history, new)
+    except (OSError, ValueError) as wrong:
+        return refused(f"history {args.deed}", wrong)
+    print(f"{args.history}: {added} lines added, {replaced} replaced, commit {commit[:10]}")
+    return 0
+
+
+def run_dashboard(args: argparse.Namespace) -> int:
+    """`kda dashboard`"""
+    try:
+        path = dashboard.write(history.read(args.history), Path(args.output))
+    except ImportError:
+        return refused("dashboard", "needs plotly: pip install 'kda-kernels[dashboard]'")
+    except (OSError, ValueError) as wrong:
+        return refused("dashboard", wrong)
+    print(path)
     return 0
 
 
