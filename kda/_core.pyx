@@ -743,19 +743,20 @@ cdef struct probe_job:
     float *s
     Py_ssize_t n
     Py_ssize_t items
+    Py_ssize_t passes
 
 
 cdef void update_item(const void *job_, Py_ssize_t item, int thread) noexcept nogil:
     cdef const probe_job *job = <const probe_job *>job_
-    cdef Py_ssize_t start = job.n * item // job.items, end = job.n * (item + 1) // job.items
-    if end > start:
+    cdef Py_ssize_t start = job.n * item // job.items, end = job.n * (item + 1) // job.items, i
+    for i in range(job.passes if end > start else 0):
         job.isa.probe_update(job.s + start, 0.99, 0.01, end - start)
 
 
 cdef void read_item(const void *job_, Py_ssize_t item, int thread) noexcept nogil:
     cdef const probe_job *job = <const probe_job *>job_
-    cdef Py_ssize_t start = job.n * item // job.items, end = job.n * (item + 1) // job.items
-    if end > start:
+    cdef Py_ssize_t start = job.n * item // job.items, end = job.n * (item + 1) // job.items, i
+    for i in range(job.passes if end > start else 0):
         job.isa.probe_read(job.s + start, end - start)
 
 
@@ -771,8 +772,11 @@ cdef void idot_item(const void *job_, Py_ssize_t item, int thread) noexcept nogi
     job.isa.probe_idot(&sink, job.n)
 
 
-cdef int one_pass(kda_task_fn *task, int isa, s) except -1:
-    """Every element of contiguous float32 once, on the threads that a large call would use."""
+cdef int passes_over(kda_task_fn *task, int isa, s, Py_ssize_t passes) except -1:
+    """Every element of contiguous float32 `passes` times, on the threads that a large call would use.
+
+    Several passes: each thread goes over one part of its own again and again, which stays in its caches if it fits.
+    """
     cdef _Buffers buffers = _Buffers()
     cdef kda_tensor t
     cdef probe_job job
@@ -780,8 +784,8 @@ cdef int one_pass(kda_task_fn *task, int isa, s) except -1:
     if t.dtype != KDA_F32:
         raise ValueError("s is float32")
     job.isa, job.s, job.n = kernels_of(isa), <float *>t.data, s.shape[0]
-    cdef int threads = threads_for(job.n)
-    job.items = 32 * threads
+    cdef int threads = threads_for(job.n * passes)
+    job.items, job.passes = threads if passes > 1 else 32 * threads, passes
     run(task, &job, job.items, threads)
     return 0
 
@@ -794,14 +798,14 @@ cdef int on_every_thread(kda_task_fn *task, int isa, Py_ssize_t rounds) except -
     return threads
 
 
-def probe_update(int isa, s):
-    """s = s * 0.99 + 0.01 in place over contiguous float32."""
-    one_pass(&update_item, isa, s)
+def probe_update(int isa, s, Py_ssize_t passes=1):
+    """s = s * 0.99 + 0.01 in place over contiguous float32, `passes` times."""
+    passes_over(&update_item, isa, s, passes)
 
 
-def probe_read(int isa, s):
-    """Read contiguous float32."""
-    one_pass(&read_item, isa, s)
+def probe_read(int isa, s, Py_ssize_t passes=1):
+    """Read contiguous float32 `passes` times."""
+    passes_over(&read_item, isa, s, passes)
 
 
 def probe_fma(int isa, Py_ssize_t rounds):

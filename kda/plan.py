@@ -540,7 +540,7 @@ def nvme_ceiling(bytes_per_token: float, bandwidth: float | str, hit_rate: float
     if not 4096 <= size < 1e15:
         raise ValueError(f"bytes_per_token: expected bytes, from 4096 (one block) to 10^15, got {bytes_per_token!r}"
                          + ("; is it in GB?" if 0 < size < 4096 else ""))
-    speed = _bandwidth(bandwidth)
+    speed = bandwidth_of(bandwidth)
     hits, compute, rest = _real("hit_rate", hit_rate), _real("compute_s", compute_s), _real("rest_s", rest_s)
     for name, seconds in (("compute_s", compute), ("rest_s", rest)):
         if not 0 <= seconds < float("inf"):
@@ -569,8 +569,8 @@ def _real(name: str, value: float) -> float:
 _POWERS = {"k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-def _bandwidth(value: float | str) -> float:
-    """Bytes/s."""
+def bandwidth_of(value: float | str) -> float:
+    """Bytes/s of a number or a text with its unit, as nvme_ceiling takes it."""
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kMGT])|([KMGT])i)B/s\s*", value)
         if not match:

@@ -4,6 +4,7 @@ import math
 import os
 import platform
 import re
+import sys
 from pathlib import Path
 
 from kda import _core
@@ -55,7 +56,11 @@ def _choose() -> int:
     if not name:
         return next(i for i, (_, runs_here, _) in enumerate(_ROWS) if runs_here)
     if name not in _INDEX:
-        raise ImportError(_no_such_isa("KDA_ISA", name))
+        wrong = _no_such_isa("KDA_ISA", name)
+        if Path(sys.argv[0]).name == "kda" or sys.orig_argv[1:3] == ["-m", "kda"]:  # the command: no traceback
+            print(f"kda: {wrong}", file=sys.stderr)
+            raise SystemExit(2)
+        raise ImportError(wrong)
     return _INDEX[name]
 
 

@@ -472,7 +472,7 @@ def test_progress_bar_only_on_a_terminal():
     assert terminal.getvalue().endswith("\r\x1b[K")  # the line is left empty
 
 
-@pytest.mark.parametrize("command", ["check", "bench"])
+@pytest.mark.parametrize("command", ["check", "bench", "ceiling"])
 @pytest.mark.parametrize(("option", "value", "message"), [
     ("--isa", "mmx", "there is no such ISA in this build; available here:"),
     ("--threads", "0", "expected 1 to 1024 threads, got 0"),
@@ -512,6 +512,24 @@ def test_as_a_process():
     done = as_a_process("check", "--isa", "mmx")
     assert done.returncode == 2
     assert done.stderr.startswith("kda check --isa: isa='mmx'")
+
+
+@pytest.mark.parametrize("argv", ["['kda', 'info']", "['-m', 'info']"])
+def test_a_wrong_isa_in_the_environment_is_one_line(argv):
+    code = f"import sys; sys.argv = {argv}; sys.orig_argv = ['python', '-m', 'kda']; import kda"
+    done = python(code, check=False, KDA_ISA="mmx")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("kda: KDA_ISA='mmx': there is no such ISA in this build; available here: ")
+    assert done.stderr.count("\n") == 1
+    done = python("import kda", check=False, KDA_ISA="mmx")  # a program of someone else's gets the exception
+    assert (done.returncode, "ImportError: KDA_ISA='mmx'" in done.stderr) == (1, True)
+
+
+def test_a_reader_that_leaves_is_no_error():
+    """kda plan ... | head"""
+    done = python("import os, sys; read, write = os.pipe(); os.close(read); os.dup2(write, 1); "
+                  "from kda.cli import main; sys.exit(main(['plan', 'kimi_k3']))", check=False)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_failed_check_fails_the_process():

@@ -20,8 +20,9 @@ from kda.ops import aligned_empty
 from kda.perf import counts
 from kda.perf.ceilings import copier, fma_rate, fma_rounds, idot_rate, idot_rounds, inplace_ns, threads
 from kda.perf.counts import Shape
+from kda.perf.noise import median_interval, watch_others
 from kda.perf.work import Conv, Decode, Layer, Norm, Prefill, Product, Work, of_tokens, title
-from kda.runtime import get_num_threads, runtime_info
+from kda.runtime import available_cpus, get_num_threads, runtime_info
 
 # What each field of a row is, and which way is better. The JSON carries this text; a row has the fields of its kind.
 FIELDS = {
@@ -38,12 +39,16 @@ FIELDS = {
     "tokens": "tokens in one call",
     "us_per_token": "microseconds per token, median; lower is better",
     "us_per_token_min": "microseconds per token, fastest sample; lower is better",
-    "mac_per_token": "MAC (multiply-adds): of the delta rule 3*K*V per head, of IDOT rows * columns",
-    "flop_per_token": "FLOP of the delta rule: 2 per MAC",
+    "us_per_token_interval": "bootstrap interval of us_per_token, 99 %",
+    "share_interval": "bootstrap interval of the row's first share_of_..., 99 %",
+    "mac_per_token": "MAC (multiply-adds): of the delta rule 3*K*V per head, of IDOT rows * columns, of the "
+                     "convolution one per tap and channel, of the norm 2 per value; without exp and roots",
+    "flop_per_token": "FLOP: 2 per MAC",
     "flop_per_token_with_decay": "FLOP with the K*V multiplications of the decay",
     "state_bytes": "bytes of float32 state",
-    "traffic_bytes_per_token": "bytes that must be read or written per token: the state once each way, the "
-                               "epilogue's arrays, or the quantised weights once per call",
+    "traffic_bytes_per_token": "bytes that must be read or written per token: the state once each way per call, in "
+                               "blocks q, k, v, g and o too; the epilogue's arrays; the quantised weights once per "
+                               "call",
     "GB_per_s": "traffic over time, 10^9 bytes per second, median; higher is better",
     "GFLOP_per_s": "flop_per_token over time, 10^9 per second, median; higher is better",
     "share_of_inplace": "time of s = a*s + b in place with the same traffic / time of the call, median of the "
@@ -62,6 +67,7 @@ FIELDS = {
     "inplace_us": "microseconds of the in-place pass, median",
     "copy_us": "microseconds of the copy, median",
     "fma_peak_G_lanes_per_s": "10^9 multiply-add lanes per second at the FMA peak, median; higher is better",
+    "cpus_taken": "CPUs that other processes, or the host of a virtual machine, took meanwhile, where Linux tells",
     "samples": "samples, each of the call and of its limits in turn",
     "tokens_per_sample": "tokens in one sample",
 }
@@ -72,6 +78,7 @@ def measure(work: Work, n_threads: int, isa: str | None = None, seconds: float =
 
     Returns the fields of FIELDS that its kind has.
     """
+    taken = watch_others()
     with threads(n_threads) as used:
         work.run()
         once = work.ns(1)
@@ -92,12 +99,12 @@ def measure(work: Work, n_threads: int, isa: str | None = None, seconds: float =
             buffer = aligned_empty((work.nbytes // 8,))
             buffer[:] = 1
             step, passes = sample([lambda: mean(times, lambda: inplace_ns(buffer, isa))])
-            row = derive_bytes(work.nbytes, work.tokens, step, passes, "inplace")
+            row = derive_bytes(work.nbytes, work.tokens, step, passes, "inplace") | macs(work.mac / work.tokens)
         elif isinstance(work, Norm):
             with copier(work.nbytes, used) as copy_ns:
                 copy_ns()
                 step, copies = sample([lambda: mean(times, copy_ns)])
-            row = derive_bytes(work.nbytes, work.tokens, step, copies, "copy")
+            row = derive_bytes(work.nbytes, work.tokens, step, copies, "copy") | macs(work.mac / work.tokens)
         elif isinstance(work, Product) and work.tokens == 1:
             read = work.reader()
             step, reads = sample([lambda: mean(times, read)])
@@ -105,17 +112,37 @@ def measure(work: Work, n_threads: int, isa: str | None = None, seconds: float =
         elif isinstance(work, Product):
             rounds = idot_rounds(isa)
             step, peak = sample([lambda: idot_rate(rounds, isa)])
-            row = derive_product(work, step) | {
-                "share_of_int8": statistics.median(
-                    work.N * work.K / f / t for f, t in zip(peak, step, strict=True)),
+            row = derive_product(work, step) | shares("int8", [
+                work.N * work.K / f / t for f, t in zip(peak, step, strict=True)]) | {
                 "int8_peak_GMAC_per_s": statistics.median(peak),
             }
         else:
             raise TypeError(f"no limits for {type(work).__name__}")
     if not np.isfinite(work.result).all():
         raise RuntimeError(f"{work.name}: the call returned NaN or infinity; run kda check")
-    return {"kind": work.kind, "name": work.name, "threads": used, **row, "samples": len(step),
-            "tokens_per_sample": times * work.tokens}
+    return {"kind": work.kind, "name": work.name, "threads": used, **row, "cpus_taken": taken(),
+            "samples": len(step), "tokens_per_sample": times * work.tokens}
+
+
+def macs(per_token: float) -> dict[str, Any]:
+    """The fields that count multiply-adds."""
+    whole = round(per_token)
+    assert whole == per_token
+    return {"mac_per_token": whole, "flop_per_token": 2 * whole}
+
+
+def times_of(token_ns: Sequence[float]) -> dict[str, Any]:
+    """The fields of a row that its own time makes, from nanoseconds per token."""
+    return {
+        "us_per_token": statistics.median(token_ns) / 1e3,
+        "us_per_token_min": min(token_ns) / 1e3,
+        "us_per_token_interval": [ns / 1e3 for ns in median_interval(token_ns)],
+    }
+
+
+def shares(limit: str, ratios: Sequence[float]) -> dict[str, Any]:
+    """The share of a limit that a row is compared by, from the ratios of neighbouring samples."""
+    return {f"share_of_{limit}": statistics.median(ratios), "share_interval": list(median_interval(ratios))}
 
 
 def mean(times: int, ns: Callable[[], float]) -> float:
@@ -146,8 +173,7 @@ def derive(shape: Shape, step_ns: Sequence[float], pass_ns: Sequence[float], pea
         "layers": shape.layers,
         "heads": shape.HV,
         "K": shape.K, "V": shape.V,
-        "us_per_token": ns / 1e3,
-        "us_per_token_min": min(step_ns) / 1e3,
+        **times_of(step_ns),
         "mac_per_token": shape.mac,
         "flop_per_token": shape.flop,
         "flop_per_token_with_decay": shape.flop_with_decay,
@@ -155,7 +181,7 @@ def derive(shape: Shape, step_ns: Sequence[float], pass_ns: Sequence[float], pea
         "traffic_bytes_per_token": shape.traffic_bytes,
         "GB_per_s": shape.traffic_bytes / ns,
         "GFLOP_per_s": shape.flop / ns,
-        "share_of_inplace": statistics.median(p / s for p, s in zip(pass_ns, step_ns, strict=True)),
+        **shares("inplace", [p / s for p, s in zip(pass_ns, step_ns, strict=True)]),
         "share_of_fma": statistics.median(shape.lane_ops / f / s for f, s in zip(peak, step_ns, strict=True)),
         "inplace_us": statistics.median(pass_ns) / 1e3,
         "fma_peak_G_lanes_per_s": statistics.median(peak),
@@ -170,14 +196,13 @@ def derive_blocks(shape: Shape, tokens: int, token_ns: Sequence[float], peak: Se
         "heads": shape.HV,
         "K": shape.K, "V": shape.V,
         "tokens": tokens,
-        "us_per_token": ns / 1e3,
-        "us_per_token_min": min(token_ns) / 1e3,
+        **times_of(token_ns),
         "mac_per_token": shape.mac,
         "flop_per_token": shape.flop,
         "flop_per_token_with_decay": shape.flop_with_decay,
         "GFLOP_per_s": shape.flop / ns,
-        "share_of_fma_by_definition": statistics.median(
-            shape.mac / f / t for f, t in zip(peak, token_ns, strict=True)),
+        "traffic_bytes_per_token": (Prefill.nbytes(shape, tokens) + shape.traffic_bytes) / tokens,
+        **shares("fma_by_definition", [shape.mac / f / t for f, t in zip(peak, token_ns, strict=True)]),
         "fma_peak_G_lanes_per_s": statistics.median(peak),
     }
 
@@ -191,11 +216,10 @@ def derive_bytes(nbytes: int, tokens: int, token_ns: Sequence[float], limit_ns: 
     ns = statistics.median(token_ns)
     return {
         "tokens": tokens,
-        "us_per_token": ns / 1e3,
-        "us_per_token_min": min(token_ns) / 1e3,
+        **times_of(token_ns),
         "traffic_bytes_per_token": nbytes / tokens,
         "GB_per_s": nbytes / tokens / ns,
-        f"share_of_{limit}": statistics.median(x / t / tokens for x, t in zip(limit_ns, token_ns, strict=True)),
+        **shares(limit, [x / t / tokens for x, t in zip(limit_ns, token_ns, strict=True)]),
         f"{limit}_us": statistics.median(limit_ns) / 1e3,
     }
 
@@ -206,9 +230,8 @@ def derive_product(work: Product, token_ns: Sequence[float]) -> dict[str, Any]:
     return {
         "weight_rows": work.N, "weight_columns": work.K, "weight_bits": work.bits, "weight_group": work.group,
         "tokens": work.tokens,
-        "us_per_token": ns / 1e3,
-        "us_per_token_min": min(token_ns) / 1e3,
-        "mac_per_token": work.N * work.K,
+        **times_of(token_ns),
+        **macs(work.N * work.K),
         "traffic_bytes_per_token": work.nbytes / work.tokens,
         "GB_per_s": work.nbytes / work.tokens / ns,
         "GMAC_per_s": work.N * work.K / ns,
@@ -261,7 +284,7 @@ def machine(isa: str | None) -> dict[str, Any]:
     info = runtime_info()
     return {
         "cpu": info["cpu"], "architecture": platform.machine(), "system": f"{platform.system()} {platform.release()}",
-        "isa": isa or info["isa"], "threads": info["threads"], "threading": info["threading"],
+        "isa": isa or info["isa"], "cpus": available_cpus(), "threads": info["threads"], "threading": info["threading"],
         "cache_bytes": info["caches"], "compiler": info["compiler"], "flags": info["flags"],
         "python": platform.python_version(), "numpy": np.__version__, "kda": kda.__version__,
     }
@@ -379,16 +402,20 @@ NOTES = [
 ]
 
 
-def render(result: dict[str, Any], form: str) -> str:
-    """The result as "text" or "md"."""
+def heading(result: dict[str, Any], form: str) -> str:
+    """What ran, when and where."""
     m = result["machine"]
     caches = ", ".join(f"{name} {size // 1024} KiB" for name, size in m["cache_bytes"].items())
     where = f"{m['cpu']} ({caches or 'caches unknown'}), {m['threads']} threads, ISA {m['isa']}, {m['system']}, " \
             f"Python {m['python']}, numpy {m['numpy']}, kda {m['kda']}"
     if form == "md":
-        lines = [f"`{result['command']}`, {result['date'][:10]}: {where}."]
-    else:
-        lines = [f"{result['command']}, {result['date']}\n{where}"]
+        return f"`{result['command']}`, {result['date'][:10]}: {where}."
+    return f"{result['command']}, {result['date']}\n{where}"
+
+
+def render(result: dict[str, Any], form: str) -> str:
+    """The result as "text" or "md"."""
+    lines = [heading(result, form)]
     notes = NOTES[:1]
     for (kinds, columns), note in zip(TABLES.items(), NOTES[1:], strict=True):
         rows = [[read(row) for _, read in columns] for row in result["rows"] if row["kind"] in kinds]

@@ -266,6 +266,7 @@ class Conv(Work):
         self.result = np.empty_like(self.x)
         # x, weight and state are read, y and state written
         self.nbytes = 2 * self.x.nbytes + self.weight.nbytes + 2 * self.state.nbytes
+        self.mac = T * D * width  # of the taps; SiLU is not counted
 
     def run(self) -> None:
         if self.tokens == 1:
@@ -288,6 +289,7 @@ class Norm(Work):
         self.x, self.gate, self.weight = rng.tokens(T, heads, V), rng.tokens(T, heads, V), rng.normal(V)
         self.result = np.empty_like(self.x)
         self.nbytes = 4 * 3 * math.prod(self.x.shape)  # x and gate are read, y is written
+        self.mac = 2 * math.prod(self.x.shape)  # squares summed, and scaled; root and sigmoid are not counted
 
     def run(self) -> None:
         kda.rms_norm_gated(self.x, self.gate, self.weight, out=self.result, isa=self.isa)
