@@ -60,7 +60,10 @@ def kernel_addresses(int isa):
         "l2norm": <size_t>t.l2norm,
         "gate_softplus": <size_t>t.gate_softplus, "gate_bounded": <size_t>t.gate_bounded,
         "prepare": <size_t>t.prepare, "step": <size_t>t.step, "block": <size_t>t.block,
-        "block_bf16": <size_t>t.block_bf16, "conv": <size_t>t.conv,
+        "block_bf16": <size_t>t.block_bf16, "step_backward": <size_t>t.step_backward,
+        "prepare_backward": <size_t>t.prepare_backward,
+        "gate_softplus_backward": <size_t>t.gate_softplus_backward,
+        "gate_bounded_backward": <size_t>t.gate_bounded_backward, "conv": <size_t>t.conv,
         "conv_step": <size_t>t.conv_step, "norm_gated": <size_t>t.norm_gated,
         "probe_update": <size_t>t.probe_update, "probe_fma": <size_t>t.probe_fma,
         "probe_read": <size_t>t.probe_read, "probe_idot": <size_t>t.probe_idot,
@@ -432,6 +435,63 @@ cdef Py_ssize_t longest(const kda_job *job, Py_ssize_t N, Py_ssize_t T) noexcept
     for i in range(N):
         most = max(most, job.cu_seqlens[i + 1] - job.cu_seqlens[i])
     return most
+
+
+def delta_backward(int isa, dq, dk, dv, dg, dbeta, da, ds_out, d_o, ds_in, s_in, states, q, k, v, g, beta, A_log,
+                   dt_bias, cu_seqlens, double scale, double lower_bound, double eps, int flags, Py_ssize_t spacing):
+    """Gradients of `delta`, float32 and per value head: dq, dk, dg [B,T,HV,K], dv [B,T,HV,V], dbeta and da (by A_log,
+    each token's share) [B,T,HV], ds_out [N,HV,K,V]. d_o and ds_in (or None) are those by o and the final state;
+    states what `delta` gave at this spacing."""
+    cdef _Buffers buffers = _Buffers()
+    cdef kda_backward_job job
+    cdef Py_ssize_t B, T, H, K, HV, V, N, n
+    memset(&job, 0, sizeof(job))
+    job.forward.isa = kernels_of(isa)
+    B, T, H, K = q.shape
+    HV, V = v.shape[2], v.shape[3]
+    if H < 1 or HV < 1 or HV % H or K < 1 or V < 1:
+        raise ValueError("bad head counts or sizes")
+    buffers.tensor(&job.forward.q, q, (B, T, H, K), 1, False)
+    buffers.tensor(&job.forward.k, k, (B, T, H, K), 1, False)
+    buffers.tensor(&job.forward.v, v, (B, T, HV, V), 1, False)
+    buffers.tensor(&job.forward.g, g, (B, T, HV, K), 1, False)
+    buffers.tensor(&job.forward.beta, beta, (B, T, HV), 0, False)
+    buffers.tensor(&job.d_o, d_o, (B, T, HV, V), 1, False)
+    job.forward.o = job.d_o  # only asked for ahead, never written
+    result(buffers, &job.dq, dq, (B, T, HV, K), 1)
+    result(buffers, &job.dk, dk, (B, T, HV, K), 1)
+    result(buffers, &job.dg, dg, (B, T, HV, K), 1)
+    result(buffers, &job.dv, dv, (B, T, HV, V), 1)
+    result(buffers, &job.dbeta, dbeta, (B, T, HV), 0)
+    result(buffers, &job.da, da, (B, T, HV), 0)
+    job.forward.cu_seqlens = sequences(buffers, cu_seqlens, B, T, &N)
+    state(buffers, &job.ds_out, ds_out, (N, HV, K, V), True)
+    if ds_in is not None:
+        state(buffers, &job.ds_in, ds_in, (N, HV, K, V), False)
+    if s_in is not None:
+        state(buffers, &job.forward.s_in, s_in, (N, HV, K, V), False)
+    n = states.shape[1]
+    state(buffers, &job.forward.states, states, (N, n, HV, K, V), False)
+    job.forward.A_log = buffers.optional(A_log, HV)
+    job.forward.dt_bias = buffers.optional(dt_bias, HV * K)
+    job.forward.N, job.forward.T, job.forward.H, job.forward.HV = N, T, H, HV
+    job.forward.K, job.forward.V = K, V
+    if spacing < 1 or n < (longest(&job.forward, N, T) - 1) // spacing:
+        raise ValueError("states: too few checkpoints")
+    job.forward.scale, job.forward.lower_bound, job.forward.eps, job.forward.flags = scale, lower_bound, eps, flags
+    job.forward.block, job.forward.spacing, job.forward.splits = KDA_BLOCK, spacing, 1
+    cdef int threads = threads_for(<long long>max(B * T, N) * HV * K * V * 4)
+    threads = <int>max(1, min(<Py_ssize_t>threads, N * HV))
+    job.forward.scratch_floats = rounded(kda_backward_scratch(&job.forward))
+    job.forward.scratch = buffers.scratch(threads, job.forward.scratch_floats)
+    run(&kda_backward_item, &job, N * HV, threads, job.forward.cu_seqlens != NULL)
+
+
+cdef int result(_Buffers buffers, kda_tensor *t, x, tuple shape, int inner) except -1:
+    buffers.tensor(t, x, shape, inner, True)
+    if t.dtype != KDA_F32:
+        raise ValueError("a gradient is float32")
+    return 0
 
 
 def gate(int isa, y, g, A_log, dt_bias, double lower_bound, int flags):

@@ -28,6 +28,10 @@ cdef extern from "kernels.h" nogil:
         void *step
         void *block
         void *block_bf16
+        void *step_backward
+        void *prepare_backward
+        void *gate_softplus_backward
+        void *gate_bounded_backward
         void *conv
         void *conv_step
         void *norm_gated
@@ -142,6 +146,21 @@ cdef extern from "jobs.h" nogil:
     void kda_keep_shared_histories(const kda_job *) noexcept
     void kda_gate_item(const void *, Py_ssize_t, int) noexcept
     void kda_l2norm_item(const void *, Py_ssize_t, int) noexcept
+
+    struct kda_backward_job:
+        kda_job forward
+        kda_tensor d_o
+        kda_tensor ds_in
+        kda_tensor dq
+        kda_tensor dk
+        kda_tensor dv
+        kda_tensor dg
+        kda_tensor dbeta
+        kda_tensor da
+        kda_tensor ds_out
+
+    Py_ssize_t kda_backward_scratch(const kda_job *) noexcept
+    void kda_backward_item(const void *, Py_ssize_t, int) noexcept
 
     struct kda_norm_job:
         const kda_kernels *isa

@@ -26,6 +26,8 @@ _F32_MAX = float(np.finfo(np.float32).max)
 _U16 = np.dtype(np.uint16)  # bfloat16 on its way through the core
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 
+BACKWARD_SPACING = 64  # tokens between the states that the backward pass is given
+
 Array = NDArray[Any]
 
 
@@ -313,15 +315,14 @@ def chunk_kda(
     return (o, final, states) if return_intermediate_states else (o, final)
 
 
-def _delta(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, scale: float | None, initial_state: Any,
-    output_final_state: bool, use_qk_l2norm_in_kernel: bool, use_gate_in_kernel: bool,
+def _delta_arguments(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, initial_state: Any, use_gate_in_kernel: bool,
     use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, lower_bound: float | None, state_v_first: bool,
-    cu_seqlens: Any, out: Any, state_out: Any, isa: str | None, chunk_size: int | None, intermediate: bool,
-    bf16: bool = False,
-) -> tuple[Array, NDArray[np.float32] | None, NDArray[np.float32] | None]:
-    """The two forms of the delta rule: token by token (chunk_size None) or in blocks."""
-    row = isa_index(isa)
+    cu_seqlens: Any,
+) -> tuple[Array, Array, Array, Array, Array, Array | None, Array | None, Array | None, Array | None, int, int,
+           float | None]:
+    """Checked, as the core takes them: q, k, v, g, beta, A_log, dt_bias, initial_state ([N, HV, K, V]), cu_seqlens; N,
+    flags, lower_bound."""
     q, k, v, g = _input("q", q), _input("k", k), _input("v", v), _input("g", g)
     beta = _input("beta", beta, inner=False)
     if q.ndim != 4:
@@ -343,7 +344,7 @@ def _delta(
     if beta.shape != (B, T, HV):
         raise _shape_error("beta", beta, (B, T, HV), " (HV of v)")
 
-    flags = _core.F_BF16 if bf16 else 0
+    flags = 0
     if use_gate_in_kernel:
         flags |= _gate_flags(A_log, lower_bound)
         A_log = _floats("A_log", A_log, HV, "HV: one per value head")
@@ -373,6 +374,26 @@ def _delta(
             initial = np.swapaxes(initial, 2, 3)
         if not ((initial.dtype is _F32 and initial.flags.carray) or _head_contiguous(initial)):
             initial = _packed(initial, _F32)
+    return q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, N, flags, lower_bound
+
+
+def _delta(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, scale: float | None, initial_state: Any,
+    output_final_state: bool, use_qk_l2norm_in_kernel: bool, use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, lower_bound: float | None, state_v_first: bool,
+    cu_seqlens: Any, out: Any, state_out: Any, isa: str | None, chunk_size: int | None, intermediate: bool,
+    bf16: bool = False,
+) -> tuple[Array, NDArray[np.float32] | None, NDArray[np.float32] | None]:
+    """The two forms of the delta rule: token by token (chunk_size None) or in blocks."""
+    row = isa_index(isa)
+    q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, N, flags, lower_bound = _delta_arguments(
+        q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, lower_bound, state_v_first, cu_seqlens)
+    if bf16:
+        flags |= _core.F_BF16
+    B, T, _, K = q.shape
+    HV, V = v.shape[2:]
+    state_shape = (N, HV, K, V)
 
     inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias,
               "cu_seqlens": cu_seqlens}
@@ -411,6 +432,98 @@ def _delta(
     if not output_final_state:
         return o, None, states
     return o, np.ascontiguousarray(np.swapaxes(final, 2, 3)) if state_v_first else final, states
+
+
+def chunk_kda_backward(
+    d_o: Array,
+    d_final_state: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Array | Sequence[int] | None = None,
+    *,
+    states: Array | None = None,
+    isa: str | None = None,
+) -> dict[str, NDArray[np.float32] | None]:
+    """Gradients of chunk_kda, computed in float32 by going back token by token from recomputed states.
+
+    Between the states kept after every BACKWARD_SPACING tokens all others are computed again, so memory is
+    that of T / BACKWARD_SPACING states and, for each thread, of 20.
+
+    Parameters
+    ----------
+    d_o : [B, T, HV, V] float32, float16 or bfloat16, the gradient by o.
+    d_final_state : shaped as the final state, float32, or None: zeros.
+    q, k, v, ... cu_seqlens : what chunk_kda was given.
+    states : what chunk_kda(..., chunk_size=BACKWARD_SPACING, return_intermediate_states=True) returned, K first;
+        None: computed here.
+
+    Returns
+    -------
+    {"q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"}: gradients shaped as the arguments, float32. By
+    initial_state also where None was given, as the gradient by zeros; A_log and dt_bias None where they were not read.
+
+    Raises
+    ------
+    As chunk_kda.
+    """
+    row = isa_index(isa)
+    shapes = [() if x is None else np.shape(x) for x in (A_log, dt_bias)]
+    raw: dict[str, Any] = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+    options: dict[str, Any] = {
+        "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval, "lower_bound": lower_bound, "cu_seqlens": cu_seqlens}
+    q, k, v, g, beta, A_log, dt_bias, initial, sequences, N, flags, lower_bound = _delta_arguments(
+        **raw, initial_state=initial_state, state_v_first=state_v_first, **options)
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    d_o = _input("d_o", d_o)
+    if d_o.shape != v.shape:
+        raise _shape_error("d_o", d_o, v.shape, " (the shape of o)")
+    if d_final_state is not None:
+        want = (N, HV, V, K) if state_v_first else (N, HV, K, V)
+        d_final_state = np.asarray(d_final_state)
+        if d_final_state.shape != want:
+            raise _shape_error("d_final_state", d_final_state, want)
+        _check_dtype("d_final_state", d_final_state)
+        d_final_state = _packed(np.swapaxes(d_final_state, 2, 3) if state_v_first else d_final_state, _F32)
+    if states is None:
+        _, _, states = chunk_kda(
+            **raw, scale=scale, initial_state=initial, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options,
+            chunk_size=BACKWARD_SPACING, return_intermediate_states=True, isa=isa)
+    states = _packed(np.asarray(states), _F32)
+    if states.ndim != 5 or (states.shape[0], *states.shape[2:]) != (N, HV, K, V):
+        raise _shape_error("states", states, (N, f"T // {BACKWARD_SPACING}", HV, K, V))
+
+    dq, dk, dg = (np.empty((B, T, HV, K), np.float32) for _ in range(3))
+    dv, d_initial = np.empty((B, T, HV, V), np.float32), aligned_empty((N, HV, K, V))
+    d_beta, d_A = np.empty((B, T, HV), np.float32), np.empty((B, T, HV), np.float32)
+    _core.delta_backward(
+        row, dq, dk, dv, dg, d_beta, d_A, d_initial, d_o, d_final_state, initial, states, q, k, v, g, beta, A_log,
+        dt_bias, sequences, K**-0.5 if scale is None else scale, lower_bound or 0.0,
+        1e-6 if use_qk_l2norm_in_kernel else -1.0, flags, BACKWARD_SPACING)
+    if A_log is not None:
+        d_A_log = d_A.sum(axis=(0, 1), dtype=np.float64).astype(np.float32).reshape(shapes[0])
+    if HV != H:  # a q/k head is read by several value heads
+        dq, dk = (x.reshape(B, T, H, HV // H, K).sum(axis=3) for x in (dq, dk))
+    return {
+        "q": dq, "k": dk, "v": dv, "g": dg, "beta": d_beta,
+        "A_log": None if A_log is None else d_A_log,
+        "dt_bias": None if dt_bias is None else dg.sum(axis=(0, 1)).reshape(shapes[1]),
+        "initial_state": np.ascontiguousarray(np.swapaxes(d_initial, 2, 3)) if state_v_first else d_initial,
+    }
 
 
 def _head_contiguous(state: Array) -> bool:

@@ -119,6 +119,87 @@ def chunk_kda(q: Any, k: Any, v: Any, *args: Any, chunk_size: int = 64, return_i
     return o, final, np.swapaxes(states, 3, 4) if kwargs.get("state_v_first") else states
 
 
+def chunk_kda_backward(
+    d_o: Any, d_final_state: Any, q: Any, k: Any, v: Any, g: Any, beta: Any,
+    A_log: Any = None, dt_bias: Any = None, scale: float | None = None, initial_state: Any = None,
+    use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, lower_bound: float | None = None, state_v_first: bool = False,
+    cu_seqlens: Any = None,
+) -> dict[str, F64 | None]:
+    """Gradients of sum(d_o * o) + sum(d_final_state * final state) by each argument, the chain rule line by line."""
+    raw_q, raw_k, v, raw_g, raw_beta, d_o = (np.asarray(x, np.float64) for x in (q, k, v, g, beta, d_o))
+    B, T, H, K = raw_q.shape
+    HV, V = v.shape[2:]
+    scale = K**-0.5 if scale is None else scale
+    gate = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
+    most = 2.0 if allow_neg_eigval else 1.0
+
+    q, k = (l2norm(raw_q), l2norm(raw_k)) if use_qk_l2norm_in_kernel else (raw_q, raw_k)
+    q, k = np.repeat(q * scale, HV // H, axis=2), np.repeat(k, HV // H, axis=2)
+    g = fused_kda_gate(raw_g, **gate) if use_gate_in_kernel else raw_g
+    beta = most * sigmoid(raw_beta) if use_beta_sigmoid_in_kernel else raw_beta
+
+    dq, dk, dv, dg, dbeta = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v), np.zeros_like(g), np.zeros_like(beta)
+    spans = _spans(B, T, cu_seqlens)
+    first = np.zeros((len(spans), HV, K, V))  # the initial states, then the gradients by them
+    if initial_state is not None:
+        first[:] = np.swapaxes(initial_state, 2, 3) if state_v_first else initial_state
+    for n, (b, start, end) in enumerate(spans):
+        decayed = []  # Sd = diag(exp(g)) S of every token, and its error v - Sd^T k
+        S = first[n]
+        for t in range(start, end):
+            S = np.exp(g[b, t])[:, :, None] * S
+            error = v[b, t] - np.einsum("hkv,hk->hv", S, k[b, t])
+            decayed.append((S, error))
+            S = S + k[b, t][:, :, None] * (beta[b, t][:, None] * error)[:, None, :]
+        dS = np.zeros((HV, K, V))
+        if d_final_state is not None:
+            dS[:] = np.swapaxes(d_final_state, 2, 3)[n] if state_v_first else np.asarray(d_final_state)[n]
+        for t in range(end - 1, start - 1, -1):
+            Sd, error = decayed.pop()
+            delta = beta[b, t][:, None] * error
+            new = Sd + k[b, t][:, :, None] * delta[:, None, :]
+            dq[b, t] = np.einsum("hkv,hv->hk", new, d_o[b, t])  # o = new^T q
+            dS = dS + q[b, t][:, :, None] * d_o[b, t][:, None, :]
+            dk[b, t] = np.einsum("hkv,hv->hk", dS, delta)  # new = Sd + k delta^T
+            d_delta = np.einsum("hkv,hk->hv", dS, k[b, t])
+            dbeta[b, t] = np.sum(d_delta * error, axis=-1)  # delta = beta (v - u)
+            dv[b, t] = beta[b, t][:, None] * d_delta
+            dk[b, t] += np.einsum("hkv,hv->hk", Sd, -dv[b, t])  # u = Sd^T k
+            dS = dS + k[b, t][:, :, None] * -dv[b, t][:, None, :]
+            dg[b, t] = np.sum(dS * Sd, axis=-1)  # Sd = diag(exp(g)) S
+            dS = np.exp(g[b, t])[:, :, None] * dS
+        first[n] = dS
+
+    dq, dk = (x.reshape(B, T, H, HV // H, K).sum(axis=3) for x in (dq * scale, dk))
+    if use_qk_l2norm_in_kernel:
+        dq, dk = _l2norm_backward(dq, raw_q), _l2norm_backward(dk, raw_k)
+    if use_beta_sigmoid_in_kernel:
+        dbeta = dbeta * most * sigmoid(raw_beta) * sigmoid(-raw_beta)
+    d_A_log = d_dt_bias = None
+    if use_gate_in_kernel:
+        z = raw_g if dt_bias is None else raw_g + np.asarray(dt_bias, np.float64).reshape(HV, K)
+        a = np.ones((HV, 1)) if A_log is None else np.exp(np.asarray(A_log, np.float64)).reshape(HV, 1)
+        if lower_bound is None:
+            by_a, by_z = -softplus(z), -a * sigmoid(z)
+        else:
+            slope = lower_bound * sigmoid(a * z) * sigmoid(-a * z)
+            by_a, by_z = slope * z, slope * a
+        if A_log is not None:
+            d_A_log = np.sum(dg * by_a * a, axis=(0, 1, 3)).reshape(np.shape(A_log))
+        dg = dg * by_z
+        if dt_bias is not None:
+            d_dt_bias = np.sum(dg, axis=(0, 1)).reshape(np.shape(dt_bias))
+    return {"q": dq, "k": dk, "v": dv, "g": dg, "beta": dbeta, "A_log": d_A_log, "dt_bias": d_dt_bias,
+            "initial_state": np.swapaxes(first, 2, 3) if state_v_first else first}
+
+
+def _l2norm_backward(dy: F64, x: F64, eps: float = 1e-6) -> F64:
+    """Gradient by x of l2norm(x), given that by its result."""
+    square = np.sum(x * x, axis=-1, keepdims=True) + eps
+    return (dy - x * np.sum(x * dy, axis=-1, keepdims=True) / square) / np.sqrt(square)
+
+
 def silu(x: ArrayLike) -> F64:
     """x * sigmoid(x)."""
     return np.asarray(x, np.float64) * sigmoid(x)

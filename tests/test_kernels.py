@@ -24,6 +24,8 @@ HEADER = (Path(__file__).parents[1] / "kda" / "_simd" / "kernels.h").read_text()
 ULP = {name: float(bound) for name, bound in re.findall(r"^[/* ]+(\w+):.*ulp <= ([\d.]+)", HEADER, re.M)}
 L2NORM_TERMS, NORM_GATED_TERMS = map(int, re.findall(r"relative error <= \(n / 2 \+ (\d+)\) \* 2\^-24", HEADER))
 STEP_TERMS = int(re.findall(r"within \(K \+ (\d)\) \* 2\^-24 of the sum", HEADER)[0])
+BACKWARD_TERMS = int(re.findall(r"Sums of n terms are within \(n \+ (\d)\) \* 2\^-24", HEADER)[0])
+GATE_BACKWARD_ERROR = 2.0 ** -int(re.findall(r"Elementwise within 2\^-(\d+) of the value", HEADER)[0])
 EPS = 2.0**-24  # half an ulp of 1: the largest relative error of one rounding
 
 P = c_void_p
@@ -37,6 +39,9 @@ SIGNATURES = {
     "step": (P, P, P, P, P, P, P, P, c_float, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
     "block": (P, P, P, P, P, P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
     "block_bf16": (P, P, P, P, P, P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
+    "step_backward": (*(P,) * 12, c_float, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
+    "prepare_backward": (P, P, P, P, c_float, c_float, c_ssize_t),
+    "gate_softplus_backward": GATE, "gate_bounded_backward": GATE,
     "conv": (P, P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_int, c_int),
     "conv_step": (P, P, P, P, P, c_ssize_t, c_int, c_int),
     "norm_gated": (P, P, P, P, c_float, c_ssize_t, c_int),
@@ -47,7 +52,8 @@ SIGNATURES = {
     "idot_q4": (P, P, P, P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
     "dense": (P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
 }
-RESULTS = {"probe_fma": c_ssize_t, "probe_idot": c_ssize_t, "probe_read": c_float, "quantize": c_int32, "amax": c_float}
+RESULTS = {"step_backward": c_float, "gate_softplus_backward": c_float, "gate_bounded_backward": c_float,
+           "probe_fma": c_ssize_t, "probe_idot": c_ssize_t, "probe_read": c_float, "quantize": c_int32, "amax": c_float}
 FLOAT32_BITS = np.concatenate([
     np.arange(0, 2**32, 65537, dtype=np.uint64).astype(np.uint32),
     # zeros, subnormals, the least and greatest normals, ones, infinities, NaNs quiet and signalling
@@ -603,6 +609,125 @@ def test_step_nan_in_a_column_stays_there(isa):
     assert np.array_equal(np.delete(bits(s), 17, axis=1), np.delete(bits(clean_s), 17, axis=1))
 
 
+# ---- its gradients ----
+
+class StepBackward(Step):
+    """Inputs of one step backwards: those of the step, and the gradients by o and by the state after it."""
+
+    def __init__(self, K, V, seed=0):
+        super().__init__(K, V, seed)
+        rng = np.random.default_rng(seed + 1)
+        self.d_o = Guarded(rng.standard_normal(V).astype(np.float32), 2)
+        self.ds = rng.standard_normal((K, V)).astype(np.float32)
+
+    def run(self, isa, gap=0):
+        """{name: gradient}, with every guard and every input checked."""
+        K, V = self.K, self.V
+        y = {name: blank(n, lead=1) for name, n in (("q", K), ("k", K), ("g", K), ("v", V))}
+        ds, work, keep = Guarded(self.ds, 1, gap), blank(K + 3 * V, lead=1), (
+            self.s, self.q, self.k, self.v, self.decay, self.d_o)
+        beta = kernel(isa, "step_backward")(
+            *y.values(), ds, work, self.s, self.q, self.k, self.v, self.decay, self.d_o, self.beta, K, V, V + gap, V)
+        assert all(x.unchanged() for x in keep)
+        assert all(x.guards_unchanged() for x in (*y.values(), ds, work))
+        return {name: x.array.copy() for name, x in y.items()} | {
+            "beta": np.array([beta], np.float32), "s": ds.array.copy()}
+
+    def exact(self):
+        """{name: (gradient, bound of its error)}: every sum of n terms adds (n + terms) EPS of their magnitudes to what
+        its terms bring along."""
+        q, k, v, a, S, d_o = (x.array.astype(np.float64)
+                              for x in (self.q, self.k, self.v, self.decay, self.s, self.d_o))
+        K, V, beta, ds = self.K, self.V, self.beta, self.ds.astype(np.float64)
+        down, along = (K + BACKWARD_TERMS) * EPS, (V + BACKWARD_TERMS) * EPS
+        Sd = a[:, None] * S
+        rest, rest_error = v - Sd.T @ k, down * (np.abs(v) + np.abs(Sd).T @ np.abs(k))
+        G, G_error = ds + q[:, None] * d_o, 2 * EPS * (np.abs(ds) + np.abs(q[:, None] * d_o))
+        e = G.T @ k
+        e_error = down * (np.abs(G).T @ np.abs(k)) + G_error.T @ np.abs(k)
+        d, du, d_error, du_error = beta * rest, -beta * e, beta * rest_error, beta * e_error
+        Gd, Gd_error = G + k[:, None] * du, G_error + np.abs(k[:, None]) * du_error + 2 * EPS * np.abs(k[:, None] * du)
+        return {
+            "q": (Sd @ d_o + d @ d_o * k, along * (np.abs(Sd) @ np.abs(d_o) + np.abs(d) @ np.abs(d_o) * np.abs(k))
+                  + d_error @ np.abs(d_o) * np.abs(k)),
+            "k": (G @ d + Sd @ du, along * (np.abs(G) @ np.abs(d) + np.abs(Sd) @ np.abs(du))
+                  + np.abs(G) @ d_error + G_error @ np.abs(d) + np.abs(Sd) @ du_error),
+            "g": ((Gd * Sd).sum(1), along * np.abs(Gd * Sd).sum(1) + (Gd_error * np.abs(Sd)).sum(1)),
+            "v": (beta * e, beta * e_error + 2 * EPS * np.abs(beta * e)),
+            "beta": (e @ rest, along * (np.abs(e) @ np.abs(rest)) + e_error @ np.abs(rest) + np.abs(e) @ rest_error),
+            "s": (a[:, None] * Gd, a[:, None] * (Gd_error + 2 * EPS * np.abs(Gd))),
+        }
+
+
+@pytest.mark.parametrize("V", SIZES)
+@pytest.mark.parametrize("K", SIZES)
+def test_step_backward(isa, K, V):
+    step = StepBackward(K, V, seed=1000 * K + V)
+    got, scalar, apart = step.run(isa), step.run("scalar"), step.run(isa, gap=7)
+    for name, (want, bound) in step.exact().items():
+        assert (np.abs(got[name] - want) <= bound).all(), name
+        assert (np.abs(got[name] - scalar[name]) <= bound).all(), name
+        assert np.abs(got[name] - want).max() <= 0.3 * bound.max() + 3e-7, name  # nor near those bounds as a rule
+        assert np.array_equal(bits(apart[name]), bits(got[name])), name
+
+
+def test_step_backward_by_hand(isa):
+    """One element: S = 2, a = 1/2, k = 1, v = 3, beta = 1/2, q = 4, d_o = 1, ds = 1."""
+    step = StepBackward(1, 1)
+    step.beta = 0.5
+    for name, value in (("s", 2), ("q", 4), ("k", 1), ("v", 3), ("decay", 0.5), ("d_o", 1)):
+        getattr(step, name).array[...] = value
+        getattr(step, name).before = getattr(step, name).whole.copy()
+    step.ds[:] = 1
+    # Sd = 1, v - u = 2, d = 1, G = 5, e = 5, du = -2.5, Gd = 2.5
+    assert {name: x.tolist() for name, x in step.run(isa).items()} == {
+        "q": [2], "k": [2.5], "g": [2.5], "v": [2.5], "beta": [10], "s": [[1.25]]}
+
+
+@pytest.mark.parametrize("eps", [1e-6, -1.0])
+@pytest.mark.parametrize("n", SIZES)
+def test_prepare_backward(isa, n, eps):
+    rng = np.random.default_rng(n)
+    q, k, dq, dk = rng.standard_normal((4, n)).astype(np.float32)
+    x, y = (Guarded(q, 1), Guarded(k, 2)), (Guarded(dq, 3), Guarded(dk, 4))
+    kernel(isa, "prepare_backward")(*y, *x, 0.3, eps, n)
+    assert all(a.unchanged() for a in x)
+    assert all(a.guards_unchanged() for a in y)
+    for got, given, raw, factor in [(y[0], dq, q, float(np.float32(0.3))), (y[1], dk, k, 1.0)]:
+        given, raw = given.astype(np.float64), raw.astype(np.float64)
+        if eps < 0:
+            assert (np.abs(got.array - factor * given) <= 2 * EPS * np.abs(factor * given)).all()
+            continue
+        square = raw @ raw + float(np.float32(eps))
+        want = factor / np.sqrt(square) * (given - raw * (raw @ given) / square)
+        terms = factor / np.sqrt(square) * (np.abs(given) + np.abs(raw) * (np.abs(raw) @ np.abs(given)) / square)
+        assert (np.abs(got.array - want) <= (2 * n + 2 * BACKWARD_TERMS) * EPS * terms).all()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("name", ["gate_softplus_backward", "gate_bounded_backward"])
+@pytest.mark.parametrize("n", SIZES)
+def test_gate_backward(isa, n, name, with_bias):
+    rng = np.random.default_rng(n)
+    x, bias = (10 * rng.standard_normal((2, n))).astype(np.float32)
+    x[::5], dy, ea, bound = -40, rng.standard_normal(n).astype(np.float32), float(np.float32(1.7)), -5.0
+    xs, b, y = Guarded(x, 1), Guarded(bias, 2), Guarded(dy, 3)
+    got_A = kernel(isa, name)(y, xs, b if with_bias else None, ea, bound, n)
+    assert xs.unchanged()
+    assert b.unchanged()
+    assert y.guards_unchanged()
+    z = (x + bias if with_bias else x).astype(np.float64)
+    if name == "gate_softplus_backward":
+        slope, by_A = -ea * reference.sigmoid(z), -ea * reference.softplus(z)
+    else:
+        p = (np.float32(ea) * z.astype(np.float32)).astype(np.float64)  # bounds are for ea * z as rounded
+        slope = bound * ea * reference.sigmoid(p) * reference.sigmoid(-p)
+        by_A = slope * z
+    want, terms = dy * slope, dy * by_A
+    assert (np.abs(y.array - want) <= GATE_BACKWARD_ERROR * np.abs(want) + 2.0**-140).all()
+    assert abs(got_A - terms.sum()) <= (GATE_BACKWARD_ERROR + (n + BACKWARD_TERMS) * EPS) * np.abs(terms).sum()
+
+
 # ---- the delta rule in blocks ----
 
 BLOCK = int(re.findall(r"#define KDA_BLOCK (\d+)", HEADER)[0])
@@ -1035,6 +1160,7 @@ def test_nothing_is_touched_past_the_end(isa, n):
     kernel(isa, "l2norm")(y32[0], f, 1e-6, n)
     more = [before_a_forbidden_page(x32) for _ in range(2)]
     kernel(isa, "prepare")(y32[0], more[0][0], more[1][0], f, f, f, 1.0, 1e-6, n)
+    kernel(isa, "prepare_backward")(y32[0], more[0][0], f, f, 1.0, 1e-6, n)
     kernel(isa, "norm_gated")(y32[0], f, f, f, 1e-5, n, 2)
     for width in (1, 3, 4):
         taps, state = (before_a_forbidden_page(np.resize(x32, max(1, size))) for size in (width * n, (width - 1) * n))
@@ -1043,6 +1169,7 @@ def test_nothing_is_touched_past_the_end(isa, n):
         kernel(isa, "conv_step")(y32[0], state[0], f, taps[0], f, n, width, 2)
     for name in ("gate_softplus", "gate_bounded"):
         kernel(isa, name)(y32[0], f, f, 1.0, -5.0, n)
+        kernel(isa, f"{name}_backward")(y32[0], f, f, 1.0, -5.0, n)
     kernel(isa, "probe_update")(y32[0], 0.5, 0.5, n)
 
     for K, V in [(n, 17), (17, n), (n, n)]:
@@ -1056,6 +1183,20 @@ def test_nothing_is_touched_past_the_end(isa, n):
                             K, V, V, V)
         assert ctypes.string_at(at["o"], o.nbytes) == o.tobytes()
         assert ctypes.string_at(at["s"], s.nbytes) == s.tobytes()
+
+        back = StepBackward(K, V, seed=n)
+        want = back.run(isa)
+        ends = {name: before_a_forbidden_page(np.ascontiguousarray(getattr(back, name).array))
+                for name in ("s", "q", "k", "v", "decay", "d_o")}
+        ends |= {f"by_{name}": before_a_forbidden_page(want[name] * 0) for name in "qkgv"}
+        ends |= {"ds": before_a_forbidden_page(back.ds),
+                 "work": before_a_forbidden_page(np.zeros(K + 3 * V, np.float32))}
+        at = {name: pointer for name, (pointer, _) in ends.items()}
+        kernel(isa, "step_backward")(
+            at["by_q"], at["by_k"], at["by_g"], at["by_v"], at["ds"], at["work"], at["s"], at["q"], at["k"], at["v"],
+            at["decay"], at["d_o"], back.beta, K, V, V, V)
+        assert ctypes.string_at(at["ds"], want["s"].nbytes) == want["s"].tobytes()
+        assert ctypes.string_at(at["by_v"], want["v"].nbytes) == want["v"].tobytes()
 
         for which in BLOCK_ERRORS:
             block = Block(BLOCK - 1, K, V)

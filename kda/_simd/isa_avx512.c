@@ -211,6 +211,7 @@ KDA_INLINE i32xw ivdot_q8(i32xw c, i32xw w, i32xw a) {
 #include "step.inc"
 #include "block.inc"
 #include "dense.inc"
+#include "backward.inc"
 #include "epilogue.inc"
 #include "idot.inc"
 #include "table.inc"

@@ -186,6 +186,7 @@ KDA_INLINE void idot_full_group(i32xw *acc, const uint8_t *codes, const int8_t *
 #include "step.inc"
 #include "block.inc"
 #include "dense.inc"
+#include "backward.inc"
 #include "epilogue.inc"
 #include "idot.inc"
 #include "table.inc"

@@ -173,6 +173,74 @@ static void block_bf16(float *o, float *s, float *work, const float *q, const fl
 #undef ROUNDED
 }
 
+static float step_backward(float *dq, float *dk, float *dg, float *dv, float *ds, float *work, const float *s,
+                           const float *q, const float *k, const float *v, const float *decay, const float *d_o,
+                           float beta, ptrdiff_t K, ptrdiff_t V, ptrdiff_t ld_ds, ptrdiff_t ld_s) {
+    float *e = work + K, *d = e + V, *du = d + V, dbeta = 0.0f;
+    for (ptrdiff_t j = 0; j < V; j++) e[j] = d[j] = 0.0f;
+    for (ptrdiff_t i = 0; i < K; i++)
+        for (ptrdiff_t j = 0; j < V; j++) {
+            ds[i * ld_ds + j] += q[i] * d_o[j];
+            e[j] += k[i] * ds[i * ld_ds + j];
+            d[j] += decay[i] * k[i] * s[i * ld_s + j];
+        }
+    for (ptrdiff_t j = 0; j < V; j++) {
+        dbeta += e[j] * (v[j] - d[j]);
+        d[j] = beta * (v[j] - d[j]);
+        dv[j] = beta * e[j];
+        du[j] = -dv[j];
+    }
+    float d_d_o = dot(d, d_o, V);
+    for (ptrdiff_t i = 0; i < K; i++) {
+        float *ds_row = ds + i * ld_ds;
+        const float *s_row = s + i * ld_s;
+        dq[i] = decay[i] * dot(s_row, d_o, V) + k[i] * d_d_o;
+        dk[i] = dot(ds_row, d, V) + decay[i] * dot(s_row, du, V);
+        for (ptrdiff_t j = 0; j < V; j++) ds_row[j] += k[i] * du[j];
+        dg[i] = decay[i] * dot(ds_row, s_row, V);
+        for (ptrdiff_t j = 0; j < V; j++) ds_row[j] *= decay[i];
+    }
+    return dbeta;
+}
+
+static void norm_backward(float *dx, const float *x, float factor, float eps, ptrdiff_t n) {
+    float square = dot(x, x, n) + eps, along = dot(x, dx, n) / square;
+    for (ptrdiff_t i = 0; i < n; i++) dx[i] = factor / sqrtf(square) * (dx[i] - along * x[i]);
+}
+
+static void prepare_backward(float *dq, float *dk, const float *q, const float *k, float scale, float eps,
+                             ptrdiff_t K) {
+    if (eps >= 0.0f) {
+        norm_backward(dq, q, scale, eps, K);
+        norm_backward(dk, k, 1.0f, eps, K);
+    } else {
+        for (ptrdiff_t i = 0; i < K; i++) dq[i] *= scale;
+    }
+}
+
+static float gate_softplus_backward(float *dy, const float *x, const float *bias, float ea, float bound,
+                                    ptrdiff_t n) {
+    float sum = 0.0f;
+    (void)bound;
+    for (ptrdiff_t i = 0; i < n; i++) {
+        float z = x[i] + (bias ? bias[i] : 0.0f);
+        sum += -ea * softplus_of(z) * dy[i];
+        dy[i] *= -ea * sigmoid_of(z);
+    }
+    return sum;
+}
+
+static float gate_bounded_backward(float *dy, const float *x, const float *bias, float ea, float bound,
+                                   ptrdiff_t n) {
+    float sum = 0.0f;
+    for (ptrdiff_t i = 0; i < n; i++) {
+        float z = x[i] + (bias ? bias[i] : 0.0f);
+        dy[i] *= bound * ea * (sigmoid_of(ea * z) * sigmoid_of(-ea * z));
+        sum += z * dy[i];
+    }
+    return sum;
+}
+
 static float activate(float x, int activation) {
     return activation == KDA_IDENTITY ? x : activation == KDA_SIGMOID ? sigmoid_of(x) : x * sigmoid_of(x);
 }

@@ -295,6 +295,88 @@ void kda_delta_item(const void *job_, ptrdiff_t item, int thread) {
     keep_history(job, &job->conv_k, &job->k, it.n, it.row, it.t0, it.t1, it.h, 0, it.h * K, K);
 }
 
+/* ---- its gradients ---- */
+
+/* The states before each token of a block, and at the start of each block of a segment between two checkpoints; a
+ * gradient row; the kernel's work. */
+static ptrdiff_t backward_work(const struct kda_job *job) {
+    ptrdiff_t blocks = (job->spacing + job->block - 1) / job->block;
+    return (job->block + blocks) * job->K * job->V + 2 * padded(job->V) + padded(3 * job->K) +
+           padded(2 * job->K + 3 * job->V);
+}
+
+ptrdiff_t kda_backward_scratch(const struct kda_job *job) {
+    return padded(kda_delta_scratch(job)) + backward_work(job);
+}
+
+/* One token back through the step and what was before it. s: the state before it. */
+static void token_backward(const struct kda_backward_job *job, const struct delta_item *it, ptrdiff_t t,
+                           ptrdiff_t i, float *ds, const float *s, float *row, float *work) {
+    const struct kda_job *forward = &job->forward;
+    const struct kda_kernels *isa = forward->isa;
+    ptrdiff_t K = forward->K, V = forward->V, hv = it->hv;
+    float *dq = (float *)at(&job->dq, it->row, t, hv, 0), *dk = (float *)at(&job->dk, it->row, t, hv, 0);
+    float *dg = (float *)at(&job->dg, it->row, t, hv, 0), *dv = (float *)at(&job->dv, it->row, t, hv, 0);
+    float *dbeta = (float *)at(&job->dbeta, it->row, t, hv, 0), *da = (float *)at(&job->da, it->row, t, hv, 0);
+    const float *d_o = as_f32(isa, job->d_o.dtype, at(&job->d_o, it->row, t, hv, 0), row, V);
+    float beta = it->beta[i];
+    *dbeta = isa->step_backward(dq, dk, dg, dv, ds, work, s, it->q + i * K, it->k + i * K, it->v + i * it->ld,
+                                it->decay + i * K, d_o, beta, K, V, V, V);
+    const float *q = as_f32(isa, forward->q.dtype, at(&forward->q, it->row, t, it->h, 0), row, K);
+    const float *k = as_f32(isa, forward->k.dtype, at(&forward->k, it->row, t, it->h, 0), row + K, K);
+    isa->prepare_backward(dq, dk, q, k, forward->scale, forward->eps, K);
+    *da = 0.0f;
+    if (forward->flags & KDA_GATE) {
+        const float *g = as_f32(isa, forward->g.dtype, at(&forward->g, it->row, t, hv, 0), row, K);
+        const float *bias = forward->dt_bias ? forward->dt_bias + hv * K : NULL;
+        kda_gate_backward_fn *gate =
+            forward->flags & KDA_BOUNDED ? isa->gate_bounded_backward : isa->gate_softplus_backward;
+        *da = gate(dg, g, bias, it->ea, forward->lower_bound, K);
+    }
+    if (forward->flags & KDA_BETA_SIGMOID) /* beta = most * sigmoid */
+        *dbeta *= beta * (1.0f - beta / (forward->flags & KDA_NEG_EIGVAL ? 2.0f : 1.0f));
+}
+
+/* The segments between two checkpoints from the last to the first: forward by blocks to keep the state at each
+ * block's start, then each block from the last: forward by steps to keep the state before each token, then back. */
+void kda_backward_item(const void *job_, ptrdiff_t item, int thread) {
+    const struct kda_backward_job *job = job_;
+    const struct kda_job *forward = &job->forward;
+    const struct kda_kernels *isa = forward->isa;
+    const struct delta_item it = delta_item(forward, item, thread);
+    ptrdiff_t K = forward->K, V = forward->V, size = K * V, block = forward->block;
+    float *before = it.q + padded(kda_delta_scratch(forward)), *starts = before + block * size;
+    float *row = starts + (forward->spacing + block - 1) / block * size;
+    float *work = row + 2 * padded(V) + padded(3 * K);
+
+    float *ds = (float *)at(&job->ds_out, it.n, 0, it.hv, 0);
+    copy_state(ds, job->ds_in.data ? at(&job->ds_in, it.n, 0, it.hv, 0) : NULL, K, V, V);
+    if (it.t1 == it.t0) return;
+    for (ptrdiff_t segment = (it.t1 - it.t0 - 1) / forward->spacing; segment >= 0; segment--) {
+        ptrdiff_t from = it.t0 + segment * forward->spacing, blocks = 0;
+        ptrdiff_t to = it.t1 - from < forward->spacing ? it.t1 : from + forward->spacing;
+        const float *s_in = forward->s_in.data ? at(&forward->s_in, it.n, 0, it.hv, 0) : NULL;
+        if (segment) s_in = at(&forward->states, it.n, segment - 1, it.hv, 0);
+        copy_state(starts, s_in, K, V, V);
+        for (ptrdiff_t t = from; t + block < to; t += block, blocks++) {
+            float *next = starts + (blocks + 1) * size;
+            prepare_block(forward, &it, t, block);
+            copy_state(next, starts + blocks * size, K, V, V);
+            isa->block(it.o, next, it.work, it.q, it.k, it.v, it.decay, it.beta, block, K, V, it.ld, V, it.ld);
+        }
+        for (; blocks >= 0; blocks--) {
+            ptrdiff_t t = from + blocks * block, tokens = to - t < block ? to - t : block;
+            prepare_block(forward, &it, t, tokens);
+            memcpy(before, starts + blocks * size, (size_t)size * sizeof *before);
+            for (ptrdiff_t i = 0; i + 1 < tokens; i++)
+                isa->step(it.o, before + (i + 1) * size, work, before + i * size, it.q + i * K, it.k + i * K,
+                          it.v + i * it.ld, it.decay + i * K, it.beta[i], K, V, V, V);
+            for (ptrdiff_t i = tokens - 1; i >= 0; i--)
+                token_backward(job, &it, t + i, i, ds, before + i * size, row, work);
+        }
+    }
+}
+
 void kda_gate_item(const void *job_, ptrdiff_t item, int thread) {
     const struct kda_job *job = job_;
     (void)thread;

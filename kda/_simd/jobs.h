@@ -80,6 +80,18 @@ void kda_keep_shared_histories(const struct kda_job *job);
 void kda_gate_item(const void *job, ptrdiff_t item, int thread);
 void kda_l2norm_item(const void *job, ptrdiff_t item, int thread);
 
+/* Gradients of the delta rule, given that by o (d_o, shaped as o) and by the final state (ds_in; data NULL: zeros).
+ * The forward job has block = KDA_BLOCK, splits = 1, no conv and no o_gate; s_in and `states` are read, states the
+ * result of the forward pass at this spacing; o and s_out are not used. Results are float32 and per value head: dq,
+ * dk, dg [B, T, HV, K], dv [B, T, HV, V], dbeta and da (the share of each token in the gradient by A_log) [B, T,
+ * HV], ds_out [N, -, HV, K V]. */
+struct kda_backward_job {
+    struct kda_job forward;
+    struct kda_tensor d_o, ds_in, dq, dk, dv, dg, dbeta, da, ds_out;
+};
+ptrdiff_t kda_backward_scratch(const struct kda_job *job);
+void kda_backward_item(const void *job, ptrdiff_t item, int thread); /* one value head of one sequence */
+
 /* The gated norm: y, x, gate [batch, token, head, n]. */
 struct kda_norm_job {
     const struct kda_kernels *isa;

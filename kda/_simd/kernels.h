@@ -91,6 +91,34 @@ typedef void kda_block_fn(float *o, float *s, float *work, const float *q, const
                           const float *decay, const float *beta, ptrdiff_t tokens, ptrdiff_t K, ptrdiff_t V,
                           ptrdiff_t ld_o, ptrdiff_t ld_s, ptrdiff_t ld_v);
 
+/* ---- its gradients ---- */
+
+/* kda_step_fn backwards. S (`ld_s`) is the state before the token, ds [K][V] (`ld_ds`) the gradient by the state
+ * after it and then, in place, by the state before it; d_o [V] is the gradient by o. With Sd = diag(decay) S, u =
+ * Sd^T k, d = beta (v - u):
+ *
+ *     G = ds + q d_o^T;  e = G^T k;  du = -beta e;  Gd = G + k du^T
+ *     dq = Sd d_o + (d.d_o) k;  dk = G d + Sd du;  dv = beta e;  dbeta = e.(v - u);
+ *     dg = the sums along the rows of Gd * Sd  (by log decay: 0 where decay is 0);  ds <- diag(decay) Gd
+ *
+ * Returns dbeta. work: K + 3 * V floats, contents undefined before and after. S is read twice, ds read and written
+ * twice. Sums of n terms are within (n + 6) * 2^-24 of the sum of their magnitudes, to first order.
+ */
+typedef float kda_step_backward_fn(float *dq, float *dk, float *dg, float *dv, float *ds, float *work,
+                                   const float *s, const float *q, const float *k, const float *v,
+                                   const float *decay, const float *d_o, float beta, ptrdiff_t K, ptrdiff_t V,
+                                   ptrdiff_t ld_ds, ptrdiff_t ld_s);
+
+/* Gradients by what kda_prepare_fn returned become gradients by its arguments q and k, in place.
+ * eps < 0: dq * scale, and dk as it is. Sums as above. */
+typedef void kda_prepare_backward_fn(float *dq, float *dk, const float *q, const float *k, float scale, float eps,
+                                     ptrdiff_t K);
+
+/* The gradient by a gate's y becomes that by its x (and bias), in place; returns that by A_log, a sum over n.
+ * Elementwise within 2^-20 of the value, and 2^-140. */
+typedef float kda_gate_backward_fn(float *dy, const float *x, const float *bias, float ea, float bound,
+                                   ptrdiff_t n);
+
 /* ---- the epilogues ---- */
 
 enum { KDA_IDENTITY = 0, KDA_SIGMOID = 1, KDA_SILU = 2 }; /* activation; silu(x) = x * sigmoid(x) */
@@ -178,6 +206,9 @@ struct kda_kernels {
     kda_prepare_fn *prepare;
     kda_step_fn *step;
     kda_block_fn *block, *block_bf16;
+    kda_step_backward_fn *step_backward;
+    kda_prepare_backward_fn *prepare_backward;
+    kda_gate_backward_fn *gate_softplus_backward, *gate_bounded_backward;
     kda_conv_fn *conv;
     kda_conv_step_fn *conv_step;
     kda_norm_gated_fn *norm_gated;
