@@ -16,6 +16,7 @@ from kda.quant import QuantizedMatrix
 from kda.runtime import get_num_threads, isas, set_num_threads, show_runtime
 from kda.session import Session
 from kda.state import KDAState
+from kda.weights import tensor_shapes
 
 __version__ = "0.1.0"
 
@@ -38,4 +39,5 @@ __all__ = [
     "rms_norm_gated",
     "set_num_threads",
     "show_runtime",
+    "tensor_shapes",
 ]

@@ -484,7 +484,7 @@ def delta_backward(int isa, dq, dk, dv, dg, dbeta, da, ds_out, d_o, ds_in, s_in,
     threads = <int>max(1, min(<Py_ssize_t>threads, N * HV))
     job.forward.scratch_floats = rounded(kda_backward_scratch(&job.forward))
     job.forward.scratch = buffers.scratch(threads, job.forward.scratch_floats)
-    run(&kda_backward_item, &job, N * HV, threads, job.forward.cu_seqlens != NULL)
+    run(&kda_backward_item, &job, N * HV, threads)
 
 
 cdef int result(_Buffers buffers, kda_tensor *t, x, tuple shape, int inner) except -1:

@@ -9,7 +9,7 @@ import kda
 from kda import reference
 
 FILES = {p.stem: p for folder in (Path(kda.__file__).parent / "data" / "golden", Path(__file__).parent / "golden")
-         for p in folder.glob("*.npz")}
+         for p in folder.glob("*.npz") if p.stem != "hf_tiny_kimi_linear"}
 NAMES = ["lb5_K128_T1", "lb5_varlen", "softplus_D60_noh0", "softplus_gva_T70"]
 
 

@@ -13,11 +13,12 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_quickstart_runs_as_pasted():
-    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    done = python(code, PYTHONWARNINGS="error")
-    assert done.stderr == ""
-    assert done.stdout == "(1, 1, 32, 128) (1, 32, 128, 128)\n"
+def test_the_quickstarts_run_as_pasted():
+    first, layer = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    for code, printed in ((first, "(1, 1, 32, 128) (1, 32, 128, 128)\n"), (layer, "(1, 4, 256) 9\n")):
+        done = python(code, PYTHONWARNINGS="error")
+        assert done.stderr == ""
+        assert done.stdout == printed
 
 
 def test_the_two_commands():

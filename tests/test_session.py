@@ -233,7 +233,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     monkeypatch.undo()
     assert (tmp_path / "s").read_bytes() == old
     assert os.listdir(tmp_path) == ["s"]
-    with pytest.raises(OSError):
+    with pytest.raises(FileNotFoundError, match="no folder"):
         session.save(tmp_path / "no folder" / "s")
     assert session.position == 2
 
