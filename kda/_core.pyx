@@ -291,11 +291,15 @@ cdef int projections(_Buffers buffers, kda_job *job, int isa, o, q, k, v, g, bet
     job.N, job.T, job.H, job.HV, job.K, job.V = N, T, H, HV, K, V
     job.scale, job.lower_bound, job.eps, job.flags = scale, lower_bound, eps, flags
     job.block = KDA_BLOCK if chunked else 1
-    job.splits = 1
+    job.group = job.splits = 1
     return 0
 
 
 cdef int run_delta(_Buffers buffers, kda_job *job, int threads) except -1:
+    # several heads in turn, where there are enough for every thread and their tokens are more than a block
+    job.group = 1
+    if job.block > 1 and job.s_dtype == KDA_F32:
+        job.group = max(1, min(<Py_ssize_t>KDA_GROUP, job.N * job.HV // (4 * threads)))
     cdef Py_ssize_t items = kda_delta_items(job)
     threads = <int>max(1, min(<Py_ssize_t>threads, items))
     job.scratch_floats = rounded(kda_delta_scratch(job))

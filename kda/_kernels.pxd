@@ -78,6 +78,7 @@ cdef extern from "jobs.h" nogil:
         KDA_BETA_SIGMOID
         KDA_NEG_EIGVAL
         KDA_BF16_BLOCKS
+        KDA_GROUP
 
     struct kda_tensor:
         void *data
@@ -123,6 +124,7 @@ cdef extern from "jobs.h" nogil:
         Py_ssize_t V
         Py_ssize_t block
         Py_ssize_t spacing
+        Py_ssize_t group
         Py_ssize_t splits
         float scale
         float lower_bound

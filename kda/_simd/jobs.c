@@ -57,7 +57,9 @@ static void prefetch_row(const struct kda_tensor *x, const void *row, ptrdiff_t 
 
 /* ---- the delta rule ---- */
 
-ptrdiff_t kda_delta_items(const struct kda_job *job) { return job->N * job->HV * job->splits; }
+static ptrdiff_t head_groups(const struct kda_job *job) { return (job->HV + job->group - 1) / job->group; }
+
+ptrdiff_t kda_delta_items(const struct kda_job *job) { return job->N * head_groups(job) * job->splits; }
 
 /* q, k, decay [block, K]; v, o [block, V]; beta [block]; work of the step or the block; widened rows of the
  * convolution */
@@ -243,56 +245,95 @@ static void *state_at(const struct kda_job *job, const struct kda_tensor *s, voi
     return (char *)rows[it->n] + offset * (job->s_dtype == KDA_F32 ? 4 : 2);
 }
 
+/* The state of one head while its item runs. */
+struct head_state {
+    void *kept;        /* where it stays, of the job's dtype */
+    float *s;          /* where the kernels have it */
+    const float *s_in; /* where the first step reads it */
+    ptrdiff_t ld;
+};
+
+static struct head_state open_state(const struct kda_job *job, const struct delta_item *it, int thread) {
+    ptrdiff_t K = job->K, V = job->V;
+    const void *from = job->rows.s_in || job->s_in.data ? state_at(job, &job->s_in, job->rows.s_in, it) : NULL;
+    struct head_state h = {.kept = state_at(job, &job->s_out, job->rows.s_out, it), .s_in = from, .ld = V};
+    h.s = h.kept;
+    if (job->s_dtype != KDA_F32) {
+        h.s = job->scratch + (thread + 1) * job->scratch_floats - K * padded(V);
+        h.ld = it->ld;
+        for (ptrdiff_t i = 0; i < K; i++)
+            get_f32(job->isa, job->s_dtype, h.s + i * h.ld, (const uint16_t *)from + i * V, it->columns);
+        h.s_in = h.s;
+    } else if (h.s_in != h.s && (job->block > 1 || !h.s_in || it->t0 == it->t1)) {
+        copy_state(h.s, h.s_in, K, it->columns, V); /* a step reads s_in itself; a block is in place */
+        h.s_in = h.s;
+    }
+    return h;
+}
+
+static void close_state(const struct kda_job *job, const struct delta_item *it, const struct head_state *h) {
+    if (job->s_dtype == KDA_F32) return;
+    for (ptrdiff_t i = 0; i < job->K; i++)
+        put_f32(job->isa, job->s_dtype, (uint16_t *)h->kept + i * job->V, h->s + i * h->ld, it->columns);
+}
+
+static void keep_histories(const struct kda_job *job, const struct delta_item *it) {
+    ptrdiff_t K = job->K;
+    keep_history(job, &job->conv_v, &job->v, it->n, it->row, it->t0, it->t1, it->hv, it->j0,
+                 it->hv * job->V + it->j0, it->columns);
+    if (kda_history_is_shared(job)) return;
+    keep_history(job, &job->conv_q, &job->q, it->n, it->row, it->t0, it->t1, it->h, 0, it->h * K, K);
+    keep_history(job, &job->conv_k, &job->k, it->n, it->row, it->t0, it->t1, it->h, 0, it->h * K, K);
+}
+
+/* Tokens [t, t + tokens) of one head. */
+static void run_tokens(const struct kda_job *job, const struct delta_item *it, struct head_state *h, ptrdiff_t t,
+                       ptrdiff_t tokens) {
+    const struct kda_kernels *isa = job->isa;
+    ptrdiff_t K = job->K;
+    prepare_block(job, it, t, tokens);
+    if (job->block == 1)
+        isa->step(it->o, h->s, it->work, h->s_in, it->q, it->k, it->v, it->decay, *it->beta, K, it->columns, h->ld,
+                  h->ld);
+    else
+        (job->flags & KDA_BF16_BLOCKS ? isa->block_bf16 : isa->block)(it->o, h->s, it->work, it->q, it->k, it->v,
+                                                                      it->decay, it->beta, tokens, K, it->columns,
+                                                                      it->ld, h->ld, it->ld);
+    h->s_in = h->s;
+    finish_block(job, it, t, tokens);
+}
+
 void kda_delta_item(const void *job_, ptrdiff_t item, int thread) {
     const struct kda_job *job = job_;
-    const struct kda_kernels *isa = job->isa;
-    const struct delta_item it = delta_item(job, item, thread);
-    ptrdiff_t K = job->K, V = job->V, ld = V;
-    if (it.columns <= 0) return;
-
-    void *kept = state_at(job, &job->s_out, job->rows.s_out, &it); /* of the job's dtype */
-    const void *from = job->rows.s_in || job->s_in.data ? state_at(job, &job->s_in, job->rows.s_in, &it) : NULL;
-    float *s = kept;
-    const float *s_in = from;
-    if (job->s_dtype != KDA_F32) {
-        s = job->scratch + (thread + 1) * job->scratch_floats - K * padded(V);
-        ld = it.ld;
-        for (ptrdiff_t i = 0; i < K; i++)
-            get_f32(isa, job->s_dtype, s + i * ld, (const uint16_t *)from + i * V, it.columns);
-        s_in = s;
-    } else if (s_in != s && (job->block > 1 || !s_in || it.t0 == it.t1)) {
-        copy_state(s, s_in, K, it.columns, V); /* a step reads s_in itself; a block is in place */
-        s_in = s;
+    struct delta_item its[KDA_GROUP];
+    struct head_state states[KDA_GROUP];
+    ptrdiff_t split = item % job->splits, group = item / job->splits, heads = 0;
+    ptrdiff_t hv = group % head_groups(job) * job->group,
+              end = hv + job->group < job->HV ? hv + job->group : job->HV;
+    const struct delta_item *it = its; /* all have the same tokens */
+    for (ptrdiff_t n = group / head_groups(job); heads == 0 || hv < end; hv++, heads++) {
+        its[heads] = delta_item(job, (n * job->HV + hv) * job->splits + split, thread);
+        if (its[heads].columns <= 0) return;
+        states[heads] = open_state(job, &its[heads], thread);
     }
 
-    kda_block_fn *block = job->flags & KDA_BF16_BLOCKS ? isa->block_bf16 : isa->block;
     ptrdiff_t tokens = 0, checkpoint = 0;
-    for (ptrdiff_t t = it.t0; t < it.t1; t += tokens) {
-        tokens = it.t1 - t < job->block ? it.t1 - t : job->block;
-        if (job->states.data) { /* blocks end where a state is wanted */
-            ptrdiff_t left = job->spacing - (t - it.t0) % job->spacing;
-            if (left < tokens) tokens = left;
+    for (ptrdiff_t t = it->t0; t < it->t1; t += tokens) {
+        tokens = it->t1 - t < job->block ? it->t1 - t : job->block;
+        ptrdiff_t left = job->states.data ? job->spacing - (t - it->t0) % job->spacing : tokens;
+        if (left < tokens) tokens = left; /* blocks end where a state is wanted */
+        for (ptrdiff_t i = 0; i < heads; i++) {
+            run_tokens(job, &its[i], &states[i], t, tokens);
+            if (job->states.data && left == tokens)
+                copy_state((float *)at(&job->states, it->n, checkpoint, its[i].hv, it->j0), states[i].s, job->K,
+                           it->columns, job->V);
         }
-        prepare_block(job, &it, t, tokens);
-        if (job->block == 1)
-            isa->step(it.o, s, it.work, s_in, it.q, it.k, it.v, it.decay, *it.beta, K, it.columns, ld, ld);
-        else
-            block(it.o, s, it.work, it.q, it.k, it.v, it.decay, it.beta, tokens, K, it.columns, it.ld, ld, it.ld);
-        s_in = s;
-        finish_block(job, &it, t, tokens);
-        if (job->states.data && (t - it.t0 + tokens) % job->spacing == 0)
-            copy_state((float *)at(&job->states, it.n, checkpoint++, it.hv, it.j0), s, K, it.columns, V);
+        checkpoint += job->states.data && left == tokens;
     }
-    if (job->s_dtype != KDA_F32)
-        for (ptrdiff_t i = 0; i < K; i++)
-            put_f32(isa, job->s_dtype, (uint16_t *)kept + i * V, s + i * ld, it.columns);
-
-    if (!job->conv_width) return;
-    keep_history(job, &job->conv_v, &job->v, it.n, it.row, it.t0, it.t1, it.hv, it.j0, it.hv * V + it.j0,
-                 it.columns);
-    if (kda_history_is_shared(job)) return;
-    keep_history(job, &job->conv_q, &job->q, it.n, it.row, it.t0, it.t1, it.h, 0, it.h * K, K);
-    keep_history(job, &job->conv_k, &job->k, it.n, it.row, it.t0, it.t1, it.h, 0, it.h * K, K);
+    for (ptrdiff_t i = 0; i < heads; i++) {
+        close_state(job, &its[i], &states[i]);
+        if (job->conv_width) keep_histories(job, &its[i]);
+    }
 }
 
 /* ---- its gradients ---- */

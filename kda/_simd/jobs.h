@@ -37,6 +37,9 @@ struct kda_rows {
     float **past, **next;
 };
 
+/* Rows of neighbouring heads lie side by side: taken together, a page is walked to once for all of them. */
+enum { KDA_GROUP = 4 };
+
 /* The delta rule over whole sequences, with what a layer puts around it; fused_kda_gate and l2norm. */
 struct kda_job {
     const struct kda_kernels *isa;
@@ -50,7 +53,9 @@ struct kda_job {
     ptrdiff_t N, T, H, HV, K, V;
     ptrdiff_t block;   /* tokens taken together: 1 (the step) or KDA_BLOCK */
     ptrdiff_t spacing; /* tokens between two checkpoints of `states` */
-    ptrdiff_t splits;  /* column blocks per head; 1 with o_gate, which needs whole rows */
+    ptrdiff_t
+        group; /* heads of an item, 1 to KDA_GROUP, block after block in turn; 1 where s_dtype is not KDA_F32 */
+    ptrdiff_t splits; /* column blocks per head; 1 with o_gate, which needs whole rows */
     float scale, lower_bound;
     float eps; /* of the l2norm of q and k; < 0: none */
     int flags;
