@@ -20,8 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kda import ops, reference
+from kda.config import KDAConfig
+from kda.layer import KDALayer
 from kda.quant import QuantizedMatrix
 from kda.runtime import get_num_threads, isas, set_num_threads
+from kda.weights import tensor_shapes
 
 GOLDEN = ["softplus_D60_noh0", "softplus_gva_T70", "lb5_varlen"]
 FLOAT32 = 2e-6  # ordinary inputs and stored results
@@ -64,6 +67,19 @@ class Product(Case):
         args = dict(self.args)
         x = args.pop("x")
         return QuantizedMatrix.from_codes(**args, isa=isa).matmul(x), None
+
+
+class Layer(Case):
+    """A whole layer, prefill and then token by token: op "layer", args config, tensors, x and the length of the
+    prompt. S is the recurrent state."""
+
+    def run(self, isa: str) -> tuple[Any, Any]:
+        """(y, S) of one ISA."""
+        x, prompt = self.args["x"], self.args["prompt"]
+        layer = KDALayer.from_tensors(self.args["config"], self.args["tensors"], "", recurrent_max=16, isa=isa)
+        state = layer.new_state(len(x))
+        parts = [layer(x[:, :prompt], state), *(layer(x[:, t:t + 1], state) for t in range(prompt, x.shape[1]))]
+        return np.concatenate(parts, axis=1), state.recurrent
 
 
 @dataclass(frozen=True)
@@ -213,6 +229,22 @@ def products() -> Iterator[Case]:
                               "matmul", args, want[:tokens])
 
 
+def layers() -> Iterator[Case]:
+    """Whole layers with float32 weights: Kimi-Linear's form and K3's."""
+    rng = np.random.default_rng(10)
+    forms = {"softplus gate": KDAConfig("kimi_linear", 96, 1, (0,), 2, 4, 32, 24, 4),
+             "bounded gate, full-rank output gate": KDAConfig("kimi_k3", 96, 1, (0,), 2, 2, 32, 24, 4, -5.0, True)}
+    for name, c in forms.items():
+        tensors = {}
+        for tensor, dims in tensor_shapes(c).items():
+            scale = dims[1]**-0.5 if tensor.endswith("_proj.weight") else 0.5
+            tensors[tensor] = (rng.standard_normal(dims) * scale).astype(np.float32)
+        x = rng.standard_normal((2, 41, c.hidden_size)).astype(np.float32)
+        y, (S, _) = reference.kda_layer(x, tensors, c.num_heads, c.num_v_heads, c.gate_lower_bound, c.norm_eps)
+        yield Layer(f"whole layer, {name}", "layer", {"config": c, "tensors": tensors, "x": x, "prompt": 37}, y, S,
+                    2 * FLOAT32, 2 * FLOAT32)
+
+
 @cache
 def cases() -> tuple[Case, ...]:
     """The stored results, then the seeded inputs with their float64 results; computed once."""
@@ -225,7 +257,7 @@ def cases() -> tuple[Case, ...]:
         if "64 tokens" in name:
             args = args | {"precision": "bf16"}
             found.append(Case(f"{name}, in blocks of bf16", "chunk_kda", args, o, S, BF16, BF16))
-    return (*found, *epilogues(), *products())
+    return (*found, *epilogues(), *products(), *layers())
 
 
 def run(names: list[str] | None = None,

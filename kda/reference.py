@@ -7,6 +7,7 @@ says which one is right.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -243,6 +244,34 @@ def rms_norm_gated(x: ArrayLike, gate: ArrayLike, weight: ArrayLike, eps: float 
     x = np.asarray(x, np.float64)
     y = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * np.asarray(weight, np.float64)
     return y * (sigmoid(gate) if activation == "sigmoid" else silu(gate))
+
+
+def kda_layer(x: ArrayLike, tensors: Mapping[str, ArrayLike], num_heads: int, num_v_heads: int,
+              lower_bound: float | None = None, norm_eps: float = 1e-5,
+              state: tuple[ArrayLike, Sequence[ArrayLike]] | None = None) -> tuple[F64, tuple[F64, list[F64]]]:
+    """The whole layer: x [B, T, hidden] -> (y, (S, histories of q, k, v [B, D, W - 1])).
+
+    tensors: by their checkpoint's names (weights.tensor_shapes), without a prefix. g_proj.weight there: a full-rank
+    output gate. state: what an earlier call returned.
+    """
+    w = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
+    x = np.asarray(x, np.float64)
+    B, T = x.shape[:2]
+    S, pasts = state if state is not None else (None, (None, None, None))
+    qkv, histories = [], []
+    for name, heads, past in zip("qkv", (num_heads, num_heads, num_v_heads), pasts, strict=True):
+        taps = w[f"{name}_conv1d.weight"]
+        y, history = causal_conv1d(x @ w[f"{name}_proj.weight"].T, taps.reshape(len(taps), -1), None, "silu", past, True)
+        assert history is not None
+        qkv.append(y.reshape(B, T, heads, -1))
+        histories.append(history)
+    g = (x @ w["f_a_proj.weight"].T @ w["f_b_proj.weight"].T).reshape(B, T, num_v_heads, -1)
+    o, final = fused_recurrent_kda(*qkv, g, x @ w["b_proj.weight"].T, w["A_log"], w["dt_bias"], None, S, True, True,
+                                   True, True, lower_bound=lower_bound)
+    assert final is not None
+    gate = x @ w["g_proj.weight"].T if "g_proj.weight" in w else x @ w["g_a_proj.weight"].T @ w["g_b_proj.weight"].T
+    o = rms_norm_gated(o, gate.reshape(o.shape), w["o_norm.weight"], norm_eps)
+    return o.reshape(B, T, -1) @ w["o_proj.weight"].T, (final, histories)
 
 
 def quantized_matmul(x: ArrayLike, codes: ArrayLike, scales: ArrayLike, bits: int = 8) -> F64:

@@ -1,4 +1,4 @@
-"""A KDA layer written plainly in float64, and seeded tensors for one: what the tests of the layer compare with."""
+"""Configs of small layers, seeded tensors for them, and their float64 results."""
 import numpy as np
 
 from kda import reference
@@ -35,23 +35,7 @@ def seeded(config, seed=0, prefix="model.layers.0.self_attn."):
 
 
 def plain_layer(config, tensors, x, state=None, prefix="model.layers.0.self_attn."):
-    """(y, (S, histories of q, k, v [B, D, W - 1])) in float64, from SPEC-shaped tensors: x [B, T, hidden]."""
-    c = config
-    w = {name: np.asarray(tensors[prefix + name], np.float64).reshape(shape)
-         for name, shape in tensor_shapes(c).items()}
-    x = np.asarray(x, np.float64)
-    B, T = x.shape[:2]
-    S, pasts = state if state is not None else (None, [None] * 3)
-    rows, histories = [], []
-    for name, heads, past in zip("qkv", (c.num_heads, c.num_heads, c.num_v_heads), pasts, strict=True):
-        y, history = reference.causal_conv1d(x @ w[f"{name}_proj.weight"].T, w[f"{name}_conv1d.weight"][:, 0], None,
-                                             "silu", past, True)
-        rows.append(y.reshape(B, T, heads, -1))
-        histories.append(history)
-    g = (x @ w["f_a_proj.weight"].T @ w["f_b_proj.weight"].T).reshape(B, T, c.num_v_heads, c.head_dim)
-    o, S = reference.fused_recurrent_kda(
-        *rows, g, x @ w["b_proj.weight"].T, w["A_log"], w["dt_bias"], None, S, True, True, True, True,
-        lower_bound=c.gate_lower_bound)
-    gate = (x @ w["g_proj.weight"].T if c.full_rank_gate else x @ w["g_a_proj.weight"].T @ w["g_b_proj.weight"].T)
-    o = reference.rms_norm_gated(o, gate.reshape(o.shape), w["o_norm.weight"], c.norm_eps)
-    return o.reshape(B, T, -1) @ w["o_proj.weight"].T, (S, histories)
+    """reference.kda_layer for a config and a checkpoint's tensors."""
+    shapes = tensor_shapes(config)
+    return reference.kda_layer(x, {name: np.reshape(tensors[prefix + name], shapes[name]) for name in shapes},
+                               config.num_heads, config.num_v_heads, config.gate_lower_bound, config.norm_eps, state)
