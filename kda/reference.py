@@ -260,13 +260,13 @@ def kda_layer(x: ArrayLike, tensors: Mapping[str, ArrayLike], num_heads: int, nu
     S, pasts = state if state is not None else (None, (None, None, None))
     qkv, histories = [], []
     for name, heads, past in zip("qkv", (num_heads, num_heads, num_v_heads), pasts, strict=True):
-        taps = w[f"{name}_conv1d.weight"]
-        y, history = causal_conv1d(x @ w[f"{name}_proj.weight"].T, taps.reshape(len(taps), -1), None, "silu", past, True)
+        y, history = causal_conv1d(x @ w[f"{name}_proj.weight"].T, w[f"{name}_conv1d.weight"], None, "silu", past, True)
         assert history is not None
         qkv.append(y.reshape(B, T, heads, -1))
         histories.append(history)
     g = (x @ w["f_a_proj.weight"].T @ w["f_b_proj.weight"].T).reshape(B, T, num_v_heads, -1)
-    o, final = fused_recurrent_kda(*qkv, g, x @ w["b_proj.weight"].T, w["A_log"], w["dt_bias"], None, S, True, True,
+    q, k, v = qkv
+    o, final = fused_recurrent_kda(q, k, v, g, x @ w["b_proj.weight"].T, w["A_log"], w["dt_bias"], None, S, True, True,
                                    True, True, lower_bound=lower_bound)
     assert final is not None
     gate = x @ w["g_proj.weight"].T if "g_proj.weight" in w else x @ w["g_a_proj.weight"].T @ w["g_b_proj.weight"].T

@@ -99,8 +99,8 @@ def expected(model, x):
                                   (model.v_proj, model.v_conv)))
     o, S = reference.chunk_kda(
         q, k, v, (x @ weight(model.f_proj)).reshape(heads), x @ weight(model.b_proj),
-        A_log=model.A_log.detach().numpy(), dt_bias=model.dt_bias.detach().numpy(), output_final_state=True, use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+        A_log=model.A_log.detach().numpy(), dt_bias=model.dt_bias.detach().numpy(), output_final_state=True,
+        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
     o = reference.rms_norm_gated(o, (x @ weight(model.g_proj)).reshape(heads), model.o_norm.weight.detach().numpy())
     return o.reshape(1, x.shape[1], -1) @ weight(model.o_proj), S
 

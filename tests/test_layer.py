@@ -1,5 +1,6 @@
 """KDALayer and KDAState: against a plain float64 layer and a stored model; padding, pools, rollback, errors."""
 import copy
+import itertools
 import threading
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from plain_layer import CONFIGS, GVA, K3, KIMI, NO_HISTORY, TINY, plain_layer, s
 import kda
 from kda import KDAConfig, KDALayer, KDAState
 from kda.weights import tensor_shapes
-import itertools
 
 PREFIX = "model.layers.0.self_attn."
 GOLDEN = Path(__file__).parent / "golden" / "hf_tiny_kimi_linear.npz"
