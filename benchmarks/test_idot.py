@@ -13,6 +13,7 @@ import pytest
 from common import BETWEEN, ISAS, in_turn, median_ratio, own_ns, record, timed
 from ort import MatMulNBits
 
+from kda import QuantizedMatrix
 from kda.perf.ceilings import idot_rate, idot_rounds
 from kda.perf.work import Product
 
@@ -137,3 +138,14 @@ def test_small_groups(benchmark, bits, team, target, summary):
     summary(f"IDOT, {ours.name}, {team} thread(s): {share:.0%} of the int8 peak")
     if VNNI and team == 1:
         target("share of the int8 peak", share, least=0.65)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantising_a_gibibyte(benchmark, bits, team, target):
+    """1 GiB of float32 weights to codes, scales and the packed form."""
+    w = np.resize(np.random.default_rng(0).standard_normal((1024, 16384), dtype=np.float32), (16384, 16384))
+    matrix = benchmark.pedantic(QuantizedMatrix.quantize, (w, bits), rounds=2)
+    assert abs(matrix.dequantize()[-1] - w[-1]).max() <= matrix.scales[-1].max() / 2
+    benchmark.extra_info.update(isa=ISAS[0], threads=team, bits=bits, bytes=w.nbytes)
+    if benchmark.stats is not None and team == 2:
+        target("seconds for 1 GiB", benchmark.stats.stats.median, most=3.0)
