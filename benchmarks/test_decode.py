@@ -1,7 +1,7 @@
 """The recurrent step on real shapes, beside the in-place pass over the same bytes and the FMA peak."""
 
 import pytest
-from common import ISAS, assert_near, beside_ceilings, beside_peak, describe, in_turn
+from common import ISAS, assert_near, beside_ceilings, beside_peak, describe, in_turn, stats
 
 import kda
 from kda import reference
@@ -32,6 +32,7 @@ def test_decode(benchmark, name, isa, team, target):
         for _ in range(tokens):
             decode.run()
 
+    benchmark.extra_info.update(kind="decode", row=f"decode: {title(shape)}")
     got = beside_ceilings(benchmark, shape, isa, team, run, decode.states, tokens, rounds=60)
     if got and isa.startswith("avx512") and shape == counts.KIMI_LINEAR_LAYER and team == 1:
         target("time over the FMA bound", 1 / got["share_of_fma"], 1.5)
@@ -46,7 +47,7 @@ def test_isas_side_by_side(benchmark, other, team, target, summary):
     best.run()
     rival.run()
     assert_near(best.result, rival.result, 2e-6)
-    ratio = in_turn(benchmark, best.run, lambda: rival.ns(1), rounds=40)
+    ratio = in_turn(benchmark, best.run, lambda: rival.ns(1), rounds=40, to=other)
     describe(benchmark, counts.KIMI_LINEAR, ISAS[0], team, tokens=1)
     benchmark.extra_info["other_isa"] = other
     if ratio:
@@ -80,5 +81,5 @@ def test_smallest_call(benchmark, target, form):
     run = decode.run if form == "in place" else call
     benchmark(run)
     describe(benchmark, decode.shape, ISAS[0], 1, tokens=1)
-    if benchmark.stats is not None:
+    if stats(benchmark) is not None:
         target("microseconds per smallest call", benchmark.stats.stats.median * 1e6, 8.0)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from common import ISAS, assert_near, beside_rival, describe, in_turn
+from common import ISAS, assert_near, beside_rival, counted, describe, in_turn
 from ort import CausalConv
 
 from kda import reference
@@ -22,8 +22,10 @@ def test_short_convolution(benchmark, T, team, target, summary):
         rival.step()
     assert_near(ours.result, rival.y.transpose(0, 2, 1), 1e-5)
     assert np.array_equal(ours.state, rival.state)  # raw inputs: kept, not computed
-    ratio = beside_rival(benchmark, summary, ours.name, team, ours, rival, times=100 if T == 1 else 1, rounds=11)
-    benchmark.extra_info["bytes"] = ours.nbytes
+    times = 100 if T == 1 else 1
+    ratio = beside_rival(benchmark, summary, ours.name, team, ours, rival, times, rounds=11)
+    counted(benchmark, ISAS[0], team, times * T, {"D": CHANNELS, "W": 4}, times * ours.mac, times * ours.nbytes,
+            ours.nbytes)
     if ratio:
         target("ONNX Runtime's time over ours", ratio, least=10 if T == 1 else 5)
 
@@ -34,8 +36,10 @@ def test_gated_norm(benchmark, isa, team, target, summary):
     assert_near(ours.result[:, :8], reference.rms_norm_gated(ours.x[:, :8], ours.gate[:, :8], ours.weight), 2e-6)
     with copier(ours.nbytes, team) as copy_ns:
         copy_ns()
-        ratio = in_turn(benchmark, ours.run, copy_ns, rounds=30)
-    benchmark.extra_info.update(isa=isa, threads=team, tokens=ours.tokens, bytes=ours.nbytes)
+        ratio = in_turn(benchmark, ours.run, copy_ns, rounds=30, to="copy")
+    counted(benchmark, isa, team, ours.tokens, {"heads": ours.x.shape[2], "V": ours.x.shape[3]}, ours.mac, ours.nbytes,
+            ours.nbytes)
+    benchmark.extra_info.update(kind="epilogue", row=f"epilogue: {ours.name}")
     if ratio:
         benchmark.extra_info["share_of_copy"] = ratio
         summary(f"{ours.name}, {isa}, {team} thread(s): {1 / ratio:.2f} x a copy of the same bytes")
@@ -53,8 +57,9 @@ def test_fused_layer(benchmark, T, team, summary):
     assert_near(fused.state, plain.state, 2e-6)
     times = 20 if T == 1 else 1
     ratio = in_turn(benchmark, lambda: fused.ns(times), lambda: nanoseconds(plain.one_by_one, times),
-                    rounds=20 if T == 1 else 8)
-    describe(benchmark, shape, ISAS[0], team, times * T)
+                    rounds=20 if T == 1 else 8, to="the functions one by one")
+    describe(benchmark, shape, ISAS[0], team, times * T, calls=times)
+    benchmark.extra_info["kind"] = "layer"
     if ratio:
         benchmark.extra_info["functions_over_fused"] = ratio
         summary(f"{shape.name}, everything between the projections, {of_tokens(T)}, {team} thread(s): "

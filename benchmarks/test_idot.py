@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
-from common import BETWEEN, ISAS, in_turn, median_ratio, own_ns, record, timed
+from common import BETWEEN, ISAS, counted, in_turn, median_ratio, own_ns, record, relate, rounds_of, stats, timed
 from ort import MatMulNBits
 
 from kda import QuantizedMatrix
@@ -27,11 +27,12 @@ def rival_of(bits, copies, team):
     return MatMulNBits(Product(N, K, bits, 512).matrices[0].dequantize(), bits, copies, team)
 
 
-def described(benchmark, work, isa, team):
-    """The counted part of extra_info, of one call."""
-    benchmark.extra_info.update(isa=isa, threads=team, shape={"N": work.N, "K": work.K}, bits=work.bits,
-                                group=work.group, tokens=work.tokens, mac=work.N * work.K * work.tokens,
-                                bytes=work.nbytes)
+def described(benchmark, work, isa, team, calls=1):
+    """The counted part of extra_info, of one round."""
+    counted(benchmark, isa, team, calls * work.tokens,
+            {"N": work.N, "K": work.K, "bits": work.bits, "group": work.group},
+            calls * work.N * work.K * work.tokens, calls * work.nbytes, len(work.matrices) * work.nbytes)
+    benchmark.extra_info["kind"] = "idot"
 
 
 @pytest.mark.parametrize("T", [1, 2, 4, 8, 16, 512])
@@ -56,9 +57,9 @@ def test_onnxruntime(benchmark, bits, T, team, target, summary):
         read_ns.append(sum(read() for _ in range(copies)) / copies / T)
         ours.run()
 
-    benchmark.pedantic(lambda: ours.ns(copies), setup=setup, rounds=15 if T <= 16 else 5)
-    described(benchmark, ours, ISAS[0], team)
-    if benchmark.stats is None:
+    benchmark.pedantic(lambda: ours.ns(copies), setup=setup, rounds=rounds_of(15 if T <= 16 else 5))
+    described(benchmark, ours, ISAS[0], team, copies)
+    if stats(benchmark) is None:
         return
     token_ns = [ns / copies / T for ns in own_ns(benchmark)]
     ratio = record(benchmark, summary, rival.NAME, f"IDOT, {ours.name}", team, rival_ns, token_ns)
@@ -89,8 +90,9 @@ def test_avx2_streams_the_weights(benchmark, bits, team, target, summary):
     read = ours.reader()
     ours.run()
     ratio = in_turn(benchmark, lambda: ours.ns(times),
-                    lambda: other.ns(times) if other else sum(read() for _ in range(times)), rounds=20)
-    described(benchmark, ours, "avx2", team)
+                    lambda: other.ns(times) if other else sum(read() for _ in range(times)), rounds=20,
+                    to="avx512vnni" if other else "read")
+    described(benchmark, ours, "avx2", team, times)
     if other:
         other.run()
         assert np.array_equal(ours.result, other.result)
@@ -113,8 +115,8 @@ def test_few_tokens_read_the_weights_once(benchmark, bits, T, team, target, summ
     one.run()
     assert np.array_equal(few.result[-1:], one.result)
     times = len(few.matrices)
-    ratio = in_turn(benchmark, lambda: few.ns(times), lambda: one.ns(times), rounds=10)
-    described(benchmark, few, ISAS[0], team)
+    ratio = in_turn(benchmark, lambda: few.ns(times), lambda: one.ns(times), rounds=10, to="one token")
+    described(benchmark, few, ISAS[0], team, times)
     if ratio:
         benchmark.extra_info["time_over_one_token"] = 1 / ratio
         summary(f"IDOT, {few.name}, {team} thread(s): {1 / ratio:.2f} x the call of one token")
@@ -130,10 +132,10 @@ def test_small_groups(benchmark, bits, team, target, summary):
     assert np.isfinite(ours.result).all()
     benchmark.pedantic(ours.run, setup=lambda: peak.append(idot_rate(rounds)), rounds=5)
     described(benchmark, ours, ISAS[0], team)
-    if benchmark.stats is None:
+    if stats(benchmark) is None:
         return
     ns = own_ns(benchmark)
-    share = statistics.median(N * K * 512 / f / t for f, t in zip(peak[-len(ns):], ns, strict=True))
+    share = relate(benchmark, "int8", [N * K * 512 / f for f in peak], ns)
     benchmark.extra_info["share_of_int8"] = share
     summary(f"IDOT, {ours.name}, {team} thread(s): {share:.0%} of the int8 peak")
     if VNNI and team == 1:

@@ -34,7 +34,9 @@ def checked(shape, T, isa, precision="float32", bound=1e-5):
 @pytest.mark.parametrize("T", [64, 1024])
 @pytest.mark.parametrize("model", SHAPES)
 def test_prefill(benchmark, model, T, isa, team, target):
-    got = beside_peak(benchmark, checked(SHAPES[model], T, isa), team, rounds=8 if T > 64 else 40)
+    prefill = checked(SHAPES[model], T, isa)
+    benchmark.extra_info.update(kind="prefill", row=f"prefill: {prefill.name}")
+    got = beside_peak(benchmark, prefill, team, rounds=8 if T > 64 else 40)
     if got and T == 1024:
         least = 0.7 if isa.startswith("avx512") else 0.6 if isa == "avx2" else 0.0
         target("share of the FMA peak", got["share_of_fma_by_definition"], least=least)
@@ -45,8 +47,8 @@ def test_prefill(benchmark, model, T, isa, team, target):
 def test_a_short_prompt_costs_no_more_per_token(benchmark, model, isa, team, target, summary):
     short, long = (in_blocks(SHAPES[model], T, isa) for T in (64, 1024))
     long.run()
-    ratio = in_turn(benchmark, lambda: short.ns(4), lambda: long.ns(1), rounds=8)
-    describe(benchmark, short.shape, isa, team, 4 * short.tokens)
+    ratio = in_turn(benchmark, lambda: short.ns(4), lambda: long.ns(1), rounds=8, to="1,024 tokens")
+    describe(benchmark, short.shape, isa, team, 4 * short.tokens, calls=4)
     if ratio:
         speed = ratio * 4 * short.tokens / long.tokens
         benchmark.extra_info["per_token_speed_over_1024_tokens"] = speed
@@ -59,8 +61,8 @@ def test_bf16(benchmark, isa, team, target, summary):
     """precision="bf16" in turn with float32; only AVX-512 BF16 should gain."""
     half = checked(counts.KIMI_LINEAR_LAYER, 1024, isa, "bf16", 2**-6)
     full = in_blocks(counts.KIMI_LINEAR_LAYER, 1024, isa)
-    ratio = in_turn(benchmark, half.run, lambda: full.ns(1), rounds=8)
-    describe(benchmark, half.shape, isa, team, half.tokens)
+    ratio = in_turn(benchmark, half.run, lambda: full.ns(1), rounds=8, to="float32")
+    describe(benchmark, half.shape, isa, team, half.tokens, calls=1)
     if ratio:
         benchmark.extra_info["float32_over_bf16"] = ratio
         summary(f"prefill of 1024 tokens, {isa}, {team} thread(s): float32 takes {ratio:.2f} x bf16")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common import ISAS, THREADS, assert_near, beside_rival, describe, record
+from common import ISAS, THREADS, assert_near, beside_rival, describe, disabled, record
 from ort import LinearAttention
 
 import kda
@@ -55,7 +55,7 @@ def test_onnxruntime_prefill(benchmark, team, target, summary):
     assert_near(ours.state, rival.state[0], 1e-5)
     what = f"prefill of {of_tokens(T)}, {title(shape)}"
     ratio = beside_rival(benchmark, summary, what, team, ours, rival, times=1, rounds=9)
-    describe(benchmark, shape, ISAS[0], team, T)
+    describe(benchmark, shape, ISAS[0], team, T, calls=1)
     if ratio and ISAS[0].startswith("avx512"):
         target("ONNX Runtime's time over ours", ratio, least=2.4)
 
@@ -65,7 +65,7 @@ def test_onnxruntime_prefill(benchmark, team, target, summary):
 def test_numpy(benchmark, layers, team, summary):
     env = {name: value for name, value in os.environ.items() if name not in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")}
     env |= {"OPENBLAS_NUM_THREADS": str(team)}
-    rounds = 1 if benchmark.disabled else 20
+    rounds = 1 if disabled(benchmark) else 20
     script = Path(__file__).with_name("numpy_rival.py")
 
     def run():
@@ -79,5 +79,5 @@ def test_numpy(benchmark, layers, team, summary):
     shape = replace(counts.KIMI_LINEAR, layers=layers)
     describe(benchmark, shape, ISAS[0], team, 1)
     what = f"decode, {title(shape)}"
-    if not benchmark.disabled:
+    if not disabled(benchmark):
         record(benchmark, summary, f"numpy {np.__version__}", what, team, got["numpy_ns"], got["kda_ns"])

@@ -133,6 +133,13 @@ def test_a_new_compiler_is_the_same_machine():
     assert "compiler: gcc 12 before, clang 20 now" in found.remarks
 
 
+def test_a_slower_machine_is_said_and_not_judged():
+    limit = replace(a_row(100, None), name="DRAM read", kind="limit")
+    found = compare.compare(run_of(a_row(), limit), run_of(a_row(), replace(limit, us=140.0, us_min=140.0)))
+    assert found.remarks == ["the machine changed: DRAM read, 1 thread: 1.40 times the time before"]
+    assert not found.failed
+
+
 def test_rows_of_one_file_only():
     found = compare.compare(run_of(a_row(), replace(a_row(), isa="scalar")),
                             run_of(a_row(), replace(a_row(), threads=2)))

@@ -20,6 +20,7 @@ from kda.perf.noise import log_error
 from kda.perf.results import Row, Run
 
 TOLERANCE = 0.15     # slower by less is not called slower: two runs of the same code differ by so much
+LIMIT = "limit"      # kind of the rows that time the machine and no kernel: reported, not judged
 CROWDED = 0.25       # CPUs that others may take beyond what is free before a row counts as disturbed
 FALSE_ALARMS = 0.01  # chance of any alarm from the samples' noise when nothing changed, all rows together
 MISSED = 1.3         # a slowdown that a row should be able to show; "unclear" if its interval is wider than that
@@ -93,6 +94,11 @@ def compare(old: Run, new: Run, tolerance: float = TOLERANCE, other_machine: boo
             remarks.append(f"{key}: {old.machine.get(key)} before, {new.machine.get(key)} now")
     before, after = ({row.key: row for row in run.rows} for run in (old, new))
     pairs = [(before[key], after[key]) for key in before if key in after]
+    for a, b in pairs:
+        if a.kind == LIMIT and not 1 / (1 + tolerance) < b.us / a.us < 1 + tolerance:
+            remarks.append(f"the machine changed: {a.name}, {of_threads(a.threads)}: {b.us / a.us:.2f} times the time "
+                           "before")
+    pairs = [(a, b) for a, b in pairs if a.kind != LIMIT]
     z = NormalDist().inv_cdf(1 - FALSE_ALARMS / (2 * max(1, len(pairs))))
     changes = [judged(a, b, z, other_machine, crowded(a, old) or crowded(b, new)) for a, b in pairs]
     return Comparison([change for change in changes if change], [before[key] for key in before if key not in after],
@@ -165,6 +171,8 @@ def summary(found: Comparison) -> str:
     times = median(change.new.us / change.old.us for change in found.changes)
     counts = ", ".join(f"{len(found.of(verdict))} {verdict}" for verdict in ("slower", "faster", "same", "unclear"))
     lines = [f"{len(found.changes)} benchmarks: {counts}; the median time is {times:.2f} times that before."]
+    if len(found.of("unclear")) == len(found.changes):
+        lines.append("NOTHING COULD BE JUDGED: measure again, with nothing else running.")
     lines += [f"SLOWER: {change.old.name} ({change.old.isa}, {of_threads(change.old.threads)}): {change.ratio:.2f} "
               f"times, at least {change.low:.2f}" for change in found.of("slower")]
     lines += [f"COUNTER CHANGED: {change.old.name} ({change.old.isa}, {of_threads(change.old.threads)}): {counter}"

@@ -146,9 +146,10 @@ def opened(path: Path) -> Iterator[tuple[int, str]]:
         os.close(descriptor)
 
 
-def read_records(descriptor: int, record_bytes: int, offsets: Sequence[int], queue_depth: int,
-                 seconds: float) -> tuple[list[float], float]:
-    """(seconds of each read, seconds of all): records at `offsets`, again from the first, for about `seconds`.
+def read_records(descriptor: int, record_bytes: int, offsets: Sequence[int], queue_depth: int, seconds: float,
+                 most: int | None = None) -> tuple[list[float], float]:
+    """(seconds of each read, seconds of all): records at `offsets`, again from the first, for about `seconds`, but
+    not more than `most`.
 
     queue_depth threads each read the next record into an aligned buffer of their own. Raises OSError for a short
     read.
@@ -160,7 +161,10 @@ def read_records(descriptor: int, record_bytes: int, offsets: Sequence[int], que
         with mmap.mmap(-1, record_bytes) as buffer:  # page-aligned
             buffer[::mmap.PAGESIZE] = bytes(len(range(0, record_bytes, mmap.PAGESIZE)))  # in memory from the start
             while (now := perf_counter()) < end:
-                got = os.preadv(descriptor, [buffer], offsets[next(turns) % len(offsets)])
+                turn = next(turns)
+                if most is not None and turn >= most:
+                    break
+                got = os.preadv(descriptor, [buffer], offsets[turn % len(offsets)])
                 if got != record_bytes:
                     raise OSError(f"a read of {record_bytes} bytes returned {got}")
                 taken.append(perf_counter() - now)

@@ -97,11 +97,16 @@ def of_bench(row: Mapping[str, Any], isa: str) -> Row:
 def of_pytest(entry: Mapping[str, Any]) -> Row:
     """A benchmark of pytest-benchmark; its extra_info is what benchmarks/ write."""
     info, tokens = entry["extra_info"], entry["extra_info"].get("tokens", 1)
-    us = [1e6 * seconds / tokens for seconds in entry["stats"].get("data", ())] or [1e6 * entry["stats"]["median"]]
+    if "us_per_token_interval" in info:
+        us, interval, fastest = info["us_per_token"], pair(info["us_per_token_interval"]), info["us_per_token_min"]
+    else:
+        taken = entry["stats"].get("data") or [entry["stats"]["median"]]
+        all_us = [1e6 * seconds / tokens for seconds in taken]
+        us, interval, fastest = statistics.median(all_us), median_interval(all_us), min(all_us)
     relative = info.get("relative")
     counters = {name: info[name] / tokens for name in COUNTERS if name in info}
-    return Row(info.get("row", entry["name"]), info.get("isa", ""), info.get("threads", 1), statistics.median(us),
-               median_interval(us), min(us), relative and relative["value"], relative and pair(relative["interval"]),
+    return Row(info.get("row", entry["name"]), info.get("isa", ""), info.get("threads", 1), us, interval, fastest,
+               relative and relative["value"], relative and pair(relative["interval"]),
                relative["to"] if relative else "", info.get("kind", ""), counters, info.get("cpus_taken"))
 
 
