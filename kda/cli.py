@@ -12,7 +12,7 @@ from pathlib import Path
 
 import kda
 from kda import check, runtime
-from kda.perf import bench, ceiling, compare, dashboard, history, nvme, results
+from kda.perf import bench, ceiling, compare, dashboard, history, instructions, nvme, results
 from kda.plan import EXPERT_FORMATS, WEIGHT_FORMATS, render
 
 SHIPPED = ("kimi_linear_48b", "kimi_k3")  # in kda/data
@@ -91,6 +91,8 @@ def parser() -> argparse.ArgumentParser:
     measure.add_argument("-o", "--output", choices=["text", "md", "json"], default="text")
     measure.add_argument("--quick", action="store_true",
                          help="6 seconds instead of 25, without K3's 69 layers and the prompt of 8,192 tokens")
+    measure.add_argument("--instructions", action="store_true",
+                         help="also count the kernels' instructions with valgrind (minutes; no AVX-512); for -o json")
     measure.set_defaults(run=run_bench)
 
     against = commands.add_parser(
@@ -219,8 +221,15 @@ def run_ceiling(args: argparse.Namespace) -> int:
 def run_bench(args: argparse.Namespace) -> int:
     """`kda bench`"""
     words = ["kda bench", f"-o {args.output}" if args.output != "text" else "", "--quick" if args.quick else "",
-             f"--isa {args.isa}" if args.isa else "", f"--threads {args.threads}" if args.threads else ""]
-    result = bench.run(args.quick, args.isa, progress=bench.progress_bar(), command=" ".join(filter(None, words)))
+             f"--isa {args.isa}" if args.isa else "", f"--threads {args.threads}" if args.threads else "",
+             "--instructions" if args.instructions else ""]
+    counted: list[int] = []
+    if args.instructions:
+        try:
+            counted = instructions.count(args.quick, args.isa or runtime.chosen_isa())
+        except OSError as wrong:
+            return refused("bench --instructions", wrong)
+    result = bench.run(args.quick, args.isa, bench.progress_bar(), " ".join(filter(None, words)), counted)
     print(json.dumps(result, indent=2) if args.output == "json" else bench.render(result, args.output))
     return 0
 

@@ -2,10 +2,12 @@
 
 import base64
 import json
+import os
 import shutil
 import socket
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from contextlib import contextmanager
 
@@ -22,7 +24,9 @@ def chromium(profile, size=(1280, 900)):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = subprocess.Popen([driver, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's is not for it
+    process = subprocess.Popen([driver, f"--port={port}"], env=env, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)
     browser = Browser(f"http://127.0.0.1:{port}")
     try:
         browser.start(program, profile, size)

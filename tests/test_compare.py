@@ -2,13 +2,14 @@
 
 import itertools
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kda.cli import main
-from kda.perf import bench, compare, history, noise, results
+from kda.perf import bench, compare, history, instructions, noise, results, work
 from kda.perf.results import Row, Run
 
 MACHINE = {"cpu": "a CPU", "architecture": "x86_64", "cache_bytes": {"L2": 524288}, "cpus": 4, "threads": 4,
@@ -267,6 +268,45 @@ def test_kda_compare(tmp_path, capsys):
     assert "kda compare: two machines" in capsys.readouterr().err
     assert main(["compare", old, other, "--other-machine"]) == 1
     assert main(["compare", old, str(tmp_path / "none.json")]) == 2
+
+
+# ---- instructions ----
+
+CHILD = """
+from functools import partial
+from kda.perf import counts, instructions, work
+shape = counts.Shape("small", 2, 2, 16, 24)
+instructions.run_all([partial(work.Decode, shape), partial(work.Decode, counts.Shape("more", 2, 2, 16, 24, layers=3)),
+                      partial(work.Product, 300, 200, 8, 1)])
+"""
+
+
+@pytest.mark.slow
+def test_instructions_are_counted_and_stay_the_same():
+    if not shutil.which("valgrind"):
+        pytest.skip("valgrind is not installed")
+    first = instructions.count(True, "scalar", CHILD)
+    assert len(first) == 3
+    assert instructions.count(True, "scalar", CHILD) == first
+    assert first[0] > 100
+    assert first[1] == pytest.approx(3 * first[0], rel=0.05)
+    with pytest.raises(OSError, match=r"callgrind: ValueError: isa=.mmx.: there is no such ISA"):
+        instructions.count(True, "mmx")
+
+
+def test_instructions_of_kda_bench(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "plan_rows", lambda quick, isa: ([lambda: work.Product(300, 200, 8, 20)], []))
+    monkeypatch.setattr(bench, "SECONDS", {"idot": 0.01})
+    monkeypatch.setattr(instructions, "count", lambda quick, isa: [5000])
+    assert main(["bench", "--instructions", "-o", "json", "--threads", "1"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["rows"][0]["instructions_per_token"] == 250
+    assert result["command"].endswith(" --instructions")
+    assert results.of_bench(result["rows"][0], "avx2").counters["instructions"] == 250
+    monkeypatch.undo()
+    monkeypatch.setattr(instructions.shutil, "which", lambda name: None)
+    assert main(["bench", "--instructions"]) == 2
+    assert "needs valgrind" in capsys.readouterr().err
 
 
 # ---- history ----

@@ -128,6 +128,7 @@ NOTES = "return document.getElementById('trend-chart').layout.annotations.map(a 
 TEXT = "return document.getElementById(arguments[0]).innerText"
 
 
+@pytest.mark.slow
 def test_the_page_loads_without_a_word_on_the_console(browser, site):
     browser.open(site)
     assert browser.messages() == []
@@ -139,6 +140,7 @@ def test_the_page_loads_without_a_word_on_the_console(browser, site):
         assert width == drawn > 600
 
 
+@pytest.mark.slow
 def test_the_regression_is_marked(browser, site):
     browser.open(site)
     assert browser.run("return document.getElementById('bench').value") == "prefill: Kimi-Linear, 1 layer, 64 tokens"
@@ -152,6 +154,7 @@ def test_the_regression_is_marked(browser, site):
     assert "slower at 666666666 (1.31 times)" in browser.run(TEXT, "trend-words")
 
 
+@pytest.mark.slow
 def test_a_filter_changes_the_chart_and_the_address(browser, site):
     browser.open(site)
     assert len(browser.run(TRACES)) == 4
@@ -171,6 +174,7 @@ def test_a_filter_changes_the_chart_and_the_address(browser, site):
     assert browser.run("return document.getElementById('isa').value") == "scalar"
 
 
+@pytest.mark.slow
 def test_relative_speed_and_nonsense_in_the_address(browser, site):
     browser.open(site + "#by=relative&isa=avx2&threads=1")
     (line,) = browser.run(TRACES)
@@ -181,6 +185,7 @@ def test_relative_speed_and_nonsense_in_the_address(browser, site):
     assert browser.messages() == []
 
 
+@pytest.mark.slow
 def test_tables_say_what_the_planner_counts(browser, site):
     browser.open(site)
     counts = browser.run(TEXT, "counts")
@@ -193,6 +198,7 @@ def test_tables_say_what_the_planner_counts(browser, site):
     assert roofs == [["DRAM read: 79.5 GB/s", 2], ["decode", 4], ["prefill", 4]]
 
 
+@pytest.mark.slow
 def test_keyboard_alone(browser, site):
     """Tab reaches everything; a benchmark is chosen from the table with Enter."""
     browser.open(site)
@@ -208,6 +214,7 @@ def test_keyboard_alone(browser, site):
     assert seen[:7] == ["skip", "theme", "machine", "isa", "threads", "by", seen[6]]
 
 
+@pytest.mark.slow
 def test_for_a_screen_reader(browser, site):
     browser.open(site)
     unnamed = browser.run("""return [...document.querySelectorAll('select, input, button, summary')]
@@ -236,6 +243,7 @@ return [...document.querySelectorAll('h1, h2, p, label, td, th, button, select, 
     .sort((a, b) => a[0] - b[0])[0]"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("theme", "page"), [("light", "rgb(246, 247, 249)"), ("dark", "rgb(17, 21, 28)")])
 def test_both_themes_can_be_read(browser, site, theme, page):
     """At least 4.5 to 1, as WCAG asks of text."""
@@ -247,6 +255,7 @@ def test_both_themes_can_be_read(browser, site, theme, page):
     assert ("theme=dark" in browser.run("return location.hash")) == (theme == "light")  # dark, then the system's
 
 
+@pytest.mark.slow
 def test_a_phone(site, tmp_path):
     with chromium(tmp_path / "profile", (500, 900)) as phone:
         phone.ask("POST", "/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": {

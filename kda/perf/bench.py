@@ -68,6 +68,7 @@ FIELDS = {
     "copy_us": "microseconds of the copy, median",
     "fma_peak_G_lanes_per_s": "10^9 multiply-add lanes per second at the FMA peak, median; higher is better",
     "cpus_taken": "CPUs that other processes, or the host of a virtual machine, took meanwhile, where Linux tells",
+    "instructions_per_token": "instructions of the kernels on one thread, counted by callgrind; with --instructions",
     "samples": "samples, each of the call and of its limits in turn",
     "tokens_per_sample": "tokens in one sample",
 }
@@ -294,17 +295,18 @@ SECONDS = {"decode": 0.8, "prefill": 0.5, "layer": 0.5, "epilogue": 0.4, "idot":
 
 
 def run(quick: bool = False, isa: str | None = None, progress: Callable[[int, int, str], None] | None = None,
-        command: str = "kda bench") -> dict[str, Any]:
+        command: str = "kda bench", instructions: Sequence[int] = ()) -> dict[str, Any]:
     """Measure every row: {"machine", "command", "date", "fields", "left_out", "rows"}, ready for JSON.
 
     Each call runs on 1 thread and on all that kda.get_num_threads() grants. `progress` is called before each row
-    with the number done, the number of rows and the row's name.
+    with the number done, the number of rows and the row's name. instructions: of one call of each row, as
+    instructions.count gives them; for the rows of one thread.
     """
     works, left_out = plan_rows(quick, isa)
     team = sorted({1, get_num_threads()})
     total = len(works) * len(team)
     rows: list[dict[str, Any]] = []
-    for make in works:
+    for i, make in enumerate(works):
         if progress:
             progress(len(rows), total, "inputs of the next row")
         work = make()
@@ -312,6 +314,8 @@ def run(quick: bool = False, isa: str | None = None, progress: Callable[[int, in
             if progress:
                 progress(len(rows), total, f"{work.name}, {n} thread{'s' if n > 1 else ''}")
             rows.append(measure(work, n, isa, SECONDS[work.kind] * (0.3 if quick else 1)))
+            if instructions and n == 1:
+                rows[-1]["instructions_per_token"] = instructions[i] / work.tokens
         del work
     if progress:
         progress(total, total, "done")
@@ -319,7 +323,7 @@ def run(quick: bool = False, isa: str | None = None, progress: Callable[[int, in
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(isa),
-        "fields": FIELDS,
+        "fields": {name: text for name, text in FIELDS.items() if any(name in row for row in rows)},
         "left_out": left_out,
         "rows": rows,
     }
