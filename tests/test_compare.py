@@ -285,9 +285,9 @@ instructions.run_all([partial(work.Decode, shape), partial(work.Decode, counts.S
 def test_instructions_are_counted_and_stay_the_same():
     if not shutil.which("valgrind"):
         pytest.skip("valgrind is not installed")
-    first = instructions.count(True, "scalar", CHILD)
+    first = instructions.counted(CHILD, 3)
     assert len(first) == 3
-    assert instructions.count(True, "scalar", CHILD) == first
+    assert instructions.counted(CHILD, 3) == first
     assert first[0] > 100
     assert first[1] == pytest.approx(3 * first[0], rel=0.05)
     with pytest.raises(OSError, match=r"callgrind: ValueError: isa=.mmx.: there is no such ISA"):

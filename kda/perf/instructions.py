@@ -42,15 +42,20 @@ def child(quick: bool, isa: str | None) -> None:
     run_all(bench.plan_rows(quick, isa)[0])
 
 
-def count(quick: bool, isa: str, code: str | None = None) -> list[int]:
-    """Instructions of each call of bench.plan_rows(quick, isa), in its order; code: another child than that.
+def count(quick: bool, isa: str) -> list[int]:
+    """Instructions of each call of bench.plan_rows(quick, isa), in its order. Raises OSError as counted() does."""
+    code = f"from kda.perf import instructions; instructions.child({quick!r}, {isa!r})"
+    return counted(code, len(bench.plan_rows(quick, isa)[0]))
+
+
+def counted(code: str, calls: int) -> list[int]:
+    """Instructions of each of the `calls` calls that run_all makes in a child that executes `code`.
 
     Raises OSError without valgrind, or where the child fails: valgrind knows no AVX-512.
     """
     valgrind = shutil.which("valgrind")
     if not valgrind:
         raise OSError("counting instructions needs valgrind")
-    code = code or f"from kda.perf import instructions; instructions.child({quick!r}, {isa!r})"
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [valgrind, "--tool=callgrind", f"--callgrind-out-file={folder}/out", "--toggle-collect=kda_parallel_for",
@@ -60,7 +65,7 @@ def count(quick: bool, isa: str, code: str | None = None) -> list[int]:
             said = [line for line in done.stderr.splitlines() if not line.startswith("==")] or ["no message"]
             raise OSError(f"callgrind: {said[-1]}")
         totals = [total(Path(folder, f"out.{i}")) for i in range(1, 1 + len(list(Path(folder).glob("out.*"))))]
-    return totals[1::2]
+    return totals[-2 * calls:][1::2]  # before those: what importing kda marked
 
 
 def total(path: Path) -> int:
