@@ -148,6 +148,6 @@ def test_quantising_a_gibibyte(benchmark, bits, team, target):
     w = np.resize(np.random.default_rng(0).standard_normal((1024, 16384), dtype=np.float32), (16384, 16384))
     matrix = benchmark.pedantic(QuantizedMatrix.quantize, (w, bits), rounds=2)
     assert abs(matrix.dequantize()[-1] - w[-1]).max() <= matrix.scales[-1].max() / 2
-    benchmark.extra_info.update(isa=ISAS[0], threads=team, bits=bits, bytes=w.nbytes)
-    if benchmark.stats is not None and team == 2:
+    counted(benchmark, ISAS[0], team, 1, {"N": 16384, "K": 16384, "bits": bits}, 0, w.nbytes, w.nbytes)
+    if stats(benchmark) is not None and team == 2:
         target("seconds for 1 GiB", benchmark.stats.stats.median, most=3.0)

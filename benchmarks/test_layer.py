@@ -5,15 +5,14 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
-from common import ISAS, in_turn, median_ratio, own_ns
+from common import ISAS, counted, in_turn, own_ns, relate, rounds_of, stats
 
 from kda import KDAConfig
 from kda.ops import aligned_empty
-from kda.perf import counts
 from kda.perf.ceilings import fma_rate, fma_rounds, idot_rate, idot_rounds, read_ns
+from kda.perf.counts import KIMI_LINEAR_CONFIG
 from kda.perf.work import WholeLayer, nanoseconds
 
-KIMI = KDAConfig("kimi_linear", 2304, 20, tuple(range(20)), 32, 32, 128, 128, 4)
 SMALL = KDAConfig("kimi_linear", 64, 1, (0,), 2, 2, 16, 16, 4)
 FORMATS = ["q8g", "q4g"]
 
@@ -21,15 +20,15 @@ FORMATS = ["q8g", "q4g"]
 @lru_cache(maxsize=2)
 def twenty(weight_format, rollback_window=0):
     """One token through 20 layers, whose weights no cache holds."""
-    return WholeLayer(KIMI, weight_format, layers=20, rollback_window=rollback_window)
+    return WholeLayer(KIMI_LINEAR_CONFIG, weight_format, layers=20, rollback_window=rollback_window)
 
 
-def described(benchmark, work, team):
-    """The counted part of extra_info, of one run."""
-    shape, layers = counts.KIMI_LINEAR_LAYER, len(work.layers)
-    benchmark.extra_info.update(
-        isa=ISAS[0], threads=team, weight_format=work.weight_format, tokens=work.tokens, layers=layers,
-        mac=layers * work.tokens * (work.projection_macs() + shape.mac), bytes=work.nbytes)
+def described(benchmark, work, team, runs=1):
+    """The counted part of extra_info, of `runs` runs."""
+    c = work.config
+    counted(benchmark, ISAS[0], team, work.tokens * runs,
+            {"layers": len(work.layers), "hidden": c.hidden_size, "HV": c.num_v_heads, "K": c.head_dim,
+             "weights": work.weight_format}, work.mac * runs, work.nbytes * runs, work.nbytes)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -40,11 +39,9 @@ def test_decode(benchmark, weight_format, team, target, summary):
     memory[:] = 1
     work.run()
     assert np.isfinite(work.result).all()
-    ratio = in_turn(benchmark, work.run, lambda: read_ns(memory), rounds=15)
+    ratio = in_turn(benchmark, work.run, lambda: read_ns(memory), rounds=15, to="read")
     described(benchmark, work, team)
     if ratio:
-        benchmark.extra_info.update(share_of_read=ratio,
-                                    GB_per_s=work.nbytes / statistics.median(own_ns(benchmark)))
         summary(f"{work.name}, {team} thread(s): {1 / ratio:.2f} x reading weights and states once, "
                 f"{statistics.median(own_ns(benchmark)) / 20e3:,.0f} us a layer")
         target("time over reading the bytes", 1 / ratio, most=1.15)
@@ -55,10 +52,9 @@ def test_what_is_no_projection(benchmark, weight_format, team, target, summary):
     """Convolutions, gates, norm, recurrence and Python, as a share of the layer's time."""
     work = twenty(weight_format)
     work.run()
-    ratio = in_turn(benchmark, work.run, lambda: nanoseconds(work.projections, 1), rounds=15)
+    ratio = in_turn(benchmark, work.run, lambda: nanoseconds(work.projections, 1), rounds=15, to="projections")
     described(benchmark, work, team)
     if ratio:
-        benchmark.extra_info["share_of_projections"] = ratio
         summary(f"{work.name}, {team} thread(s): {1 - ratio:.0%} of the time is not projections")
         if weight_format == "q8g":
             target("share that is no projection", 1 - ratio, most=0.15)
@@ -69,7 +65,7 @@ def test_python(benchmark, target):
     work = WholeLayer(SMALL, "q8g")
     benchmark(work.run)
     described(benchmark, work, 1)
-    if benchmark.stats is not None:
+    if stats(benchmark) is not None:
         target("microseconds per call", benchmark.stats.stats.median * 1e6, most=15.0)
 
 
@@ -78,10 +74,10 @@ def test_a_rollback_window_costs_little(benchmark, weight_format, team, target, 
     """Decode with a window of 8, in turn with decode without."""
     work, plain = twenty(weight_format, 8), twenty(weight_format)
     work.run()
-    ratio = in_turn(benchmark, lambda: nanoseconds(work.run, 4), lambda: nanoseconds(plain.run, 4), rounds=10)
-    described(benchmark, work, team)
+    ratio = in_turn(benchmark, lambda: nanoseconds(work.run, 4), lambda: nanoseconds(plain.run, 4), rounds=10,
+                    to="no window")
+    described(benchmark, work, team, runs=4)
     if ratio:
-        benchmark.extra_info["time_over_no_window"] = 1 / ratio
         summary(f"{work.name}, {team} thread(s): a rollback window of 8 costs {1 / ratio - 1:+.1%}")
         target("time over that without a window", 1 / ratio, most=1.03)
 
@@ -89,20 +85,19 @@ def test_a_rollback_window_costs_little(benchmark, weight_format, team, target, 
 @pytest.mark.parametrize("weight_format", ["q8g", "f32"])
 def test_prefill(benchmark, weight_format, team, target, summary):
     """1,024 tokens of one layer against the time that the peaks alone would take."""
-    work, shape = WholeLayer(KIMI, weight_format, T=1024), counts.KIMI_LINEAR_LAYER
+    work = WholeLayer(KIMI_LINEAR_CONFIG, weight_format, T=1024)
     idot, fma, ideal = idot_rounds(), fma_rounds(), []
 
     def setup():
         lanes = fma_rate(fma)
-        products = idot_rate(idot) if weight_format == "q8g" else lanes
-        ideal.append(1024 * (work.projection_macs() / products + shape.mac / lanes))
+        ideal.append(work.ideal_ns(idot_rate(idot) if weight_format == "q8g" else lanes, lanes))
 
     work.run()
-    benchmark.pedantic(work.run, setup=setup, rounds=7)
+    assert np.isfinite(work.result).all()
+    benchmark.pedantic(work.run, setup=setup, rounds=rounds_of(7))
     described(benchmark, work, team)
-    if benchmark.stats is not None:
-        share = median_ratio(ideal, own_ns(benchmark))
-        benchmark.extra_info["share_of_peaks"] = share
+    if stats(benchmark) is not None:
+        share = relate(benchmark, "peaks", ideal, own_ns(benchmark))
         summary(f"{work.name}, {team} thread(s): {share:.0%} of the peaks, "
                 f"{statistics.median(own_ns(benchmark)) / 1e6:,.0f} ms")
         if weight_format == "q8g":
@@ -111,13 +106,11 @@ def test_prefill(benchmark, weight_format, team, target, summary):
 
 def test_eight_sessions(benchmark, team, target, summary):
     """Eight sessions in one call against one: time per token."""
-    one = WholeLayer(KIMI, "q8g", layers=20)
-    eight = WholeLayer(KIMI, "q8g", layers=20, batch=8)
+    one, eight = twenty("q8g"), WholeLayer(KIMI_LINEAR_CONFIG, "q8g", layers=20, batch=8)
     eight.run()
     one.run()
-    ratio = in_turn(benchmark, eight.run, lambda: nanoseconds(one.run, 1), rounds=10)
+    ratio = in_turn(benchmark, eight.run, lambda: nanoseconds(one.run, 1), rounds=10, to="one session")
     described(benchmark, eight, team)
     if ratio:
-        benchmark.extra_info["token_over_one_session"] = 1 / ratio / 8
         summary(f"{eight.name}, {team} thread(s): a token costs {1 / ratio / 8:.2f} of one session's")
         target("time per token over one session's", 1 / ratio / 8, most=1.0)

@@ -197,12 +197,16 @@ def test_relative_error():
 # ---- bench ----
 
 SMALL = [counts.Shape("small", 2, 2, 16, 24), counts.Shape("small", 2, 4, 16, 24, layers=3)]
+SMALL_LAYER = kda.KDAConfig("kimi_linear", 40, 1, (0,), 2, 2, 16, 24, 4)
 WORKS = [lambda: work.Decode(SMALL[0]), lambda: work.Decode(SMALL[1]), lambda: work.Prefill(SMALL[0], 40),
-         lambda: work.Layer(SMALL[0], 1), lambda: work.Layer(SMALL[0], 40), lambda: work.Conv(48, 1),
+         lambda: work.Layer(SMALL[0], 1), lambda: work.Layer(SMALL[0], 40),
+         lambda: work.WholeLayer(SMALL_LAYER, "q4g", 1, 2), lambda: work.WholeLayer(SMALL_LAYER, "q8g", 40),
+         lambda: work.Conv(48, 1),
          lambda: work.Conv(48, 20), lambda: work.Norm(2, 24, 20),
          lambda: work.Product(300, 200, 8, 1), lambda: work.Product(300, 200, 4, 20)]
 NAMES = ["small, 1 layer", "small, 3 layers", "small, 1 layer, 40 tokens", "small, 1 layer, fused, 1 token",
-         "small, 1 layer, fused, 40 tokens", "short convolution, 48 channels, 1 token",
+         "small, 1 layer, fused, 40 tokens", "Kimi-Linear, 2 layers, q4g, 1 token",
+         "Kimi-Linear, 1 layer, q8g, 40 tokens", "short convolution, 48 channels, 1 token",
          "short convolution, 48 channels, 20 tokens", "gated norm, 2 heads of 24, 20 tokens",
          "Q8G, 300 x 200, 1 token", "Q4G, 300 x 200, 20 tokens"]
 
@@ -223,7 +227,7 @@ def test_bench_json(small, capsys):
     assert result["machine"]["compiler"] == _core.build_info()["compiler"]
     assert result["left_out"] == ["something: left out"]
     assert [(row["name"], row["threads"]) for row in result["rows"]] == [
-        (name, n) for name in NAMES for n in ([1, 2] if THREADED and name != NAMES[5] else [1])]
+        (name, n) for name in NAMES for n in ([1, 2] if THREADED and name != NAMES[7] else [1])]
     assert {field for row in result["rows"] for field in row} == set(result["fields"])
     for row in result["rows"]:
         assert 0 < row["us_per_token_min"] <= row["us_per_token"]
@@ -236,6 +240,10 @@ def test_bench_json(small, capsys):
         if row["kind"] == "idot":
             assert row["mac_per_token"] == 300 * 200
             assert row["GMAC_per_s"] * row["us_per_token"] * 1e3 == pytest.approx(300 * 200)
+        elif row["kind"] == "whole layer":
+            layers = 2 if "2 layers" in row["name"] else 1  # q, k, v, beta, decay gate, output gate, output
+            assert row["mac_per_token"] == layers * (
+                40 * (32 + 32 + 48 + 2 + 16 + 16 + 48) + 16 * (32 + 48) + 2 * 3 * 16 * 24)
         elif row["kind"] != "epilogue":
             assert row["mac_per_token"] == row["layers"] * row["heads"] * 3 * 16 * 24
             assert row["flop_per_token"] == 2 * row["mac_per_token"]
@@ -256,7 +264,7 @@ def test_bench_tables(small, capsys):
     assert all(name in text for name in NAMES)
     assert main(["bench", "--quick", "-o", "md"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    firsts = {kinds: NAMES[i] for kinds, i in zip(bench.TABLES, (0, 2, 5, 8), strict=True)}
+    firsts = {kinds: NAMES[i] for kinds, i in zip(bench.TABLES, (0, 2, 5, 7, 10), strict=True)}
     for kinds, first in firsts.items():
         start = lines.index(heads(kinds))
         assert lines[start + 1].count("|") == lines[start].count("|") == lines[start + 2].count("|")
@@ -292,7 +300,7 @@ class Named:
 @pytest.fixture
 def planned(monkeypatch):
     """plan_rows as tuples (class, arguments)."""
-    for kind in ("Decode", "Prefill", "Layer", "Conv", "Norm", "Product"):
+    for kind in ("Decode", "Prefill", "Layer", "WholeLayer", "Conv", "Norm", "Product"):
         monkeypatch.setattr(bench, kind, Named(kind))
 
     def plan(quick):
@@ -305,7 +313,9 @@ def planned(monkeypatch):
 DECODE = [("Decode", counts.KIMI_LINEAR_LAYER, None), ("Decode", counts.KIMI_LINEAR, None),
           ("Decode", counts.K3_LAYER, None)]
 BLOCKS = [("Prefill", counts.KIMI_LINEAR_LAYER, T, None) for T in (64, 1024)]
-REST = [("Layer", counts.KIMI_LINEAR_LAYER, 1, None), ("Layer", counts.KIMI_LINEAR_LAYER, 1024, None),
+FUSED = [("Layer", counts.KIMI_LINEAR_LAYER, 1, None), ("Layer", counts.KIMI_LINEAR_LAYER, 1024, None)]
+WHOLE = [("WholeLayer", counts.KIMI_LINEAR_CONFIG, fmt, 1, 20, 1, 0, None) for fmt in ("q8g", "q4g")]
+REST = [("WholeLayer", counts.KIMI_LINEAR_CONFIG, "q8g", 1024, 1, 1, 0, None),
         ("Conv", 12288, 1, None), ("Conv", 12288, 1024, None), ("Norm", 32, 128, 1024, None)]
 IDOT = [("Product", N, K, bits, 1, None) for N, K in ((4096, 2304), (2304, 4096), (12704, 2304), (12288, 7168))
         for bits in (8, 4)]
@@ -314,24 +324,29 @@ MANY = [("Product", 4096, 2304, bits, 512, None) for bits in (8, 4)]
 
 def test_bench_runs_the_models(planned):
     works, left_out = planned(quick=True)
-    assert works == [*DECODE, *BLOCKS, *REST, *IDOT[:2], *MANY]
+    assert works == [*DECODE, *BLOCKS, *FUSED, *REST, *IDOT[:2], *MANY]
     assert left_out == ["Kimi K3, 69 layers: left out by --quick",
+                        "Kimi-Linear, 20 layers, with weights: left out by --quick",
                         "Kimi-Linear, 1 layer, 8,192 tokens: left out by --quick",
                         "IDOT of other shapes: left out by --quick"]
 
 
 def test_bench_takes_what_memory_allows(monkeypatch, planned):
-    monkeypatch.setattr(bench, "available_bytes", lambda: 1_342_177_280)
+    monkeypatch.setattr(bench, "available_bytes", lambda: 2**31)
     works, left_out = planned(quick=False)
     assert left_out == []
     assert works == [*DECODE, ("Decode", counts.K3, None), *BLOCKS,
-                     ("Prefill", counts.KIMI_LINEAR_LAYER, 8192, None), *REST, *IDOT, *MANY]
+                     ("Prefill", counts.KIMI_LINEAR_LAYER, 8192, None), *FUSED, *WHOLE, *REST, *IDOT, *MANY]
+    weights = "Kimi-Linear, 20 layers, with weights: left out, it needs 1073741824 bytes and only"
+    monkeypatch.setattr(bench, "available_bytes", lambda: 1_342_177_280)
+    assert planned(quick=False)[1] == [f"{weights} 1342177280 are free"]
     monkeypatch.setattr(bench, "available_bytes", lambda: 1_342_177_279)
     assert planned(quick=False)[1] == [
+        f"{weights} 1342177279 are free",
         "Kimi-Linear, 1 layer, 8,192 tokens: left out, it needs 671088640 bytes and only 1342177279 are free"]
     monkeypatch.setattr(bench, "available_bytes", lambda: 868_220_927)
     works, left_out = planned(quick=False)
-    assert works == [*DECODE, *BLOCKS, *REST, *IDOT, *MANY]
+    assert works == [*DECODE, *BLOCKS, *FUSED, *REST, *IDOT, *MANY]
     assert left_out[0] == "Kimi K3, 69 layers: left out, it needs 434110464 bytes and only 868220927 are free"
 
 

@@ -18,17 +18,17 @@ import numpy as np
 import kda
 from kda.ops import aligned_empty
 from kda.perf import counts
-from kda.perf.ceilings import copier, fma_rate, fma_rounds, idot_rate, idot_rounds, inplace_ns, threads
+from kda.perf.ceilings import copier, fma_rate, fma_rounds, idot_rate, idot_rounds, inplace_ns, read_ns, threads
 from kda.perf.counts import Shape
 from kda.perf.noise import median_interval, watch_others
-from kda.perf.work import Conv, Decode, Layer, Norm, Prefill, Product, Work, of_tokens, title
+from kda.perf.work import Conv, Decode, Layer, Norm, Prefill, Product, WholeLayer, Work, of_tokens, title
 from kda.runtime import available_cpus, get_num_threads, runtime_info
 
 # What each field of a row is, and which way is better. The JSON carries this text; a row has the fields of its kind.
 FIELDS = {
     "kind": "decode: the delta rule token by token; prefill: in blocks; layer: everything between a layer's "
-            "projections in one pass; epilogue: short convolution or gated norm; idot: a product with a quantised "
-            "matrix, int8 activations",
+            "projections in one pass; whole layer: with its projections; epilogue: short convolution or gated norm; "
+            "idot: a product with a quantised matrix, int8 activations",
     "name": "model, how many of its KDA layers one token passes through, tokens per call",
     "threads": "threads used",
     "layers": "KDA layers",
@@ -62,6 +62,8 @@ FIELDS = {
     "share_of_read": "time of reading as many bytes / time of the call, median of ratios; 1 is the limit of memory; "
                      "higher is better",
     "share_of_int8": "time of mac_per_token at the int8 peak / time per token, median of ratios; higher is better",
+    "share_of_peaks": "time of the projections at the int8 peak and of the delta rule at the FMA peak / time of the "
+                      "call, median of ratios; higher is better",
     "read_us": "microseconds of the reading, median",
     "int8_peak_GMAC_per_s": "10^9 int8 multiply-adds per second in registers, median; higher is better",
     "inplace_us": "microseconds of the in-place pass, median",
@@ -106,6 +108,19 @@ def measure(work: Work, n_threads: int, isa: str | None = None, seconds: float =
                 copy_ns()
                 step, copies = sample([lambda: mean(times, copy_ns)])
             row = derive_bytes(work.nbytes, work.tokens, step, copies, "copy") | macs(work.mac / work.tokens)
+        elif isinstance(work, WholeLayer) and work.tokens == 1:
+            memory = aligned_empty((work.nbytes // 4,))
+            memory[:] = 1
+            step, reads = sample([lambda: mean(times, lambda: read_ns(memory, isa))])
+            row = derive_bytes(work.nbytes, 1, step, reads, "read") | macs(work.mac)
+        elif isinstance(work, WholeLayer):
+            products = idot_rounds(isa)
+            step, idot, peak = sample([lambda: idot_rate(products, isa), lambda: fma_rate(rounds, isa)])
+            ideal = [work.ideal_ns(i, f) / work.tokens for i, f in zip(idot, peak, strict=True)]
+            row = {"tokens": work.tokens, **times_of(step), **macs(work.mac / work.tokens),
+                   "traffic_bytes_per_token": work.nbytes / work.tokens,
+                   "GMAC_per_s": work.mac / work.tokens / statistics.median(step),
+                   **shares("peaks", [limit / own for limit, own in zip(ideal, step, strict=True)])}
         elif isinstance(work, Product) and work.tokens == 1:
             read = work.reader()
             step, reads = sample([lambda: mean(times, read)])
@@ -249,6 +264,7 @@ def plan_rows(quick: bool, isa: str | None = None) -> tuple[list[Callable[[], Wo
     decodes, prefills = (layer, counts.KIMI_LINEAR, counts.K3_LAYER, counts.K3), (64, 1024, prompt)
     large = {  # in bytes
         title(counts.K3): counts.K3.state_bytes,
+        f"{title(counts.KIMI_LINEAR)}, with weights": 2**30,
         f"{title(layer)}, {of_tokens(prompt)}": Prefill.nbytes(layer, prompt),
     }
     free = available_bytes()
@@ -258,6 +274,9 @@ def plan_rows(quick: bool, isa: str | None = None) -> tuple[list[Callable[[], Wo
         *(partial(Decode, shape, isa) for shape in decodes if title(shape) not in left_out),
         *(partial(Prefill, layer, T, isa) for T in prefills if f"{title(layer)}, {of_tokens(T)}" not in left_out),
         *(partial(Layer, layer, T, isa) for T in (1, 1024)),
+        *(partial(WholeLayer, counts.KIMI_LINEAR_CONFIG, fmt, 1, counts.KIMI_LINEAR.layers, 1, 0, isa)
+          for fmt in ("q8g", "q4g") if f"{title(counts.KIMI_LINEAR)}, with weights" not in left_out),
+        partial(WholeLayer, counts.KIMI_LINEAR_CONFIG, "q8g", 1024, 1, 1, 0, isa),
         *(partial(Conv, counts.K3_LAYER.HV * counts.K3_LAYER.K, T, isa) for T in (1, 1024)),
         partial(Norm, layer.HV, layer.V, 1024, isa),
         *(partial(Product, N, K, bits, 1, isa) for N, K in PRODUCTS[:1 if quick else None] for bits in (8, 4)),
@@ -291,7 +310,8 @@ def machine(isa: str | None) -> dict[str, Any]:
     }
 
 
-SECONDS = {"decode": 0.8, "prefill": 0.5, "layer": 0.5, "epilogue": 0.4, "idot": 0.12}  # about, for each row
+# About, for each row.
+SECONDS = {"decode": 0.8, "prefill": 0.5, "layer": 0.5, "whole layer": 0.8, "epilogue": 0.4, "idot": 0.12}
 
 
 def run(quick: bool = False, isa: str | None = None, progress: Callable[[int, int, str], None] | None = None,
@@ -359,6 +379,15 @@ TABLES: dict[tuple[str, ...], list[Column]] = {
         ("GFLOP/s", lambda row: f"{row['GFLOP_per_s']:.1f}"),
         ("of FMA peak", lambda row: f"{row['share_of_fma_by_definition']:.0%}"),
     ],
+    ("whole layer",): [
+        ("the whole layer", lambda row: row["name"]),
+        ("threads", lambda row: str(row["threads"])),
+        ("us/token (min)", median_and_best),
+        ("MAC/token", lambda row: f"{row['mac_per_token']:,}"),
+        ("bytes/call", lambda row: f"{row['traffic_bytes_per_token'] * row['tokens']:,.0f}"),
+        ("of its bound", lambda row: f"{row['share_of_read']:.0%} of read" if "share_of_read" in row else
+         f"{row['share_of_peaks']:.0%} of the peaks"),
+    ],
     ("epilogue",): [
         ("short convolution; gated norm", lambda row: row["name"]),
         ("threads", lambda row: str(row["threads"])),
@@ -399,6 +428,9 @@ NOTES = [
     "counts as one).",
     "of FMA peak: the MAC of the delta rule at the multiply-add peak, whatever else the call does (the fused layer: "
     "convolutions, norms, gates).",
+    "the whole layer: projections, convolutions, gates, delta rule, norm, from Python. Its bound: reading the weights "
+    "and states once, from memory; for many tokens the projections at the int8 peak and the delta rule at the FMA "
+    "peak.",
     "of its limit: s = a*s + b over as many bytes, read and written, as the convolution must read or write; for the "
     "norm numpy's copy between two arrays of as many bytes.",
     "of its bound: reading as many bytes as the quantised weights have, like them from memory; for many tokens int8 "

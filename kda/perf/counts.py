@@ -23,6 +23,7 @@ def model_shape(name: str, title: str) -> Shape:
     return delta_rule(KDAConfig.from_hf(model_config(name)), title)
 
 
+KIMI_LINEAR_CONFIG = KDAConfig.from_hf(model_config("kimi_linear_48b"))
 KIMI_LINEAR = model_shape("kimi_linear_48b", "Kimi-Linear")
 KIMI_LINEAR_LAYER = replace(KIMI_LINEAR, layers=1)
 K3 = model_shape("kimi_k3", "Kimi K3")

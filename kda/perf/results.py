@@ -13,7 +13,8 @@ from typing import Any
 from kda.perf.noise import median_interval
 
 # In a row of `kda bench`, the share by which it is compared: the first of these that it has.
-SHARES = ("share_of_inplace", "share_of_read", "share_of_copy", "share_of_int8", "share_of_fma_by_definition")
+SHARES = ("share_of_inplace", "share_of_read", "share_of_copy", "share_of_int8", "share_of_peaks",
+          "share_of_fma_by_definition")
 COUNTERS = ("mac", "flop", "bytes", "instructions")  # exact: any difference is a change of the code
 
 

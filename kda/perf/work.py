@@ -211,8 +211,9 @@ class WholeLayer(Work):
                  rollback_window: int = 0, isa: str | None = None) -> None:
         rng = Random()
         self.config, self.weight_format, self.tokens, self.isa = config, weight_format, T * batch, isa
-        many = f"{layers} layers, " if layers > 1 else ""
-        self.name = f"{config.model_type} layer, {many}{weight_format}, {of_tokens(T * batch)}"
+        model = {"kimi_linear": "Kimi-Linear", "kimi_k3": "Kimi K3"}.get(config.model_type, config.model_type)
+        many = f"{layers} layer{'s' if layers > 1 else ''}"
+        self.name = f"{model}, {many}, {weight_format}, {of_tokens(T * batch)}"
         tensors = {}
         for name, dims in tensor_shapes(config).items():
             w = rng.normal(*dims)
@@ -241,6 +242,20 @@ class WholeLayer(Work):
         """int8 or float32 multiply-adds of the projections of one token through one layer."""
         shapes = tensor_shapes(self.config)
         return sum(math.prod(dims) for name, dims in shapes.items() if name.endswith("_proj.weight"))
+
+    @property
+    def mac(self) -> int:
+        """Multiply-adds of one run: projections and the delta rule."""
+        return len(self.layers) * self.tokens * (self.projection_macs() + self.delta_macs())
+
+    def delta_macs(self) -> int:
+        """3 K V a head."""
+        return 3 * self.config.num_v_heads * self.config.head_dim * self.config.v_head_dim
+
+    def ideal_ns(self, products: float, lanes: float) -> float:
+        """Nanoseconds of one run at the peaks: multiply-adds per nanosecond of the projections and of the rest."""
+        per_token = self.projection_macs() / products + self.delta_macs() / lanes
+        return len(self.layers) * self.tokens * per_token
 
     def run(self) -> None:
         for layer, state in zip(self.layers, self.states, strict=True):
