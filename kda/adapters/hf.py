@@ -28,6 +28,7 @@ from kda.state import KDAState
 # Linear attention modules of transformers, and the name of their family in a KDAConfig.
 _FAMILIES = {"KimiLinearDeltaAttention": "kimi_linear", "Glm5NextTextLinearAttention": "glm5_next"}
 _EXPERTS = ("KimiLinearExperts", "Glm5NextTextExperts")
+_KEPT = ("weights_proj",)  # Linear layers, small ones, whose weight the modelling code looks at itself
 _BITS = {"q8g": 8, "q4g": 4}
 
 
@@ -59,7 +60,8 @@ def accelerate(model: nn.Module, weight_format: str | None = None, *, quantize_r
     model : KimiLinearForCausalLM, a GLM-5-Next model, or any module that holds their linear attention layers.
     weight_format : of these layers' projections: None (float32), "q8g" or "q4g". The copy is made now; weights that
         change later need another call.
-    quantize_rest : also quantise every other torch.nn.Linear, and the experts, in that format.
+    quantize_rest : also quantise every other torch.nn.Linear, and the experts, in that format. (GLM-5-Next's small
+        weights_proj stays.) The state dict then holds codes and scales.
     release_weights : free the original weights of the KDA layers. The model can then be run without gradients and no
         more: not saved, trained or restored.
     rollback_window : tokens that can be dropped from a cache that records its past, as assisted decoding does.
@@ -392,7 +394,7 @@ def _quantize_rest(model: nn.Module, bits: int, kda_prefixes: tuple[str, ...], r
             continue
         parent = model.get_submodule(name.rpartition(".")[0])
         child = name.rpartition(".")[2]
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and child not in _KEPT:
             linear = kt.QuantizedLinear.from_linear(module, bits)
             setattr(parent, child, linear)
             report.linears.append(name)
