@@ -21,13 +21,19 @@ from kda.perf.noise import watch_others
 COUNTED = {"isa", "threads", "tokens", "shape", "mac", "flop", "bytes", "MFLOP_per_token", "cold"}
 
 
+# What --quick leaves out: these on several threads, and these at all.
+ALONE = {"test_epilogue", "test_idot", "test_layer", "test_rivals"}
+LONG = {"test_a_rollback_window_costs_little", "test_eight_sessions", "test_quantising_a_gibibyte", "test_small_groups",
+        "test_what_is_no_projection"}
+
+
 def pytest_addoption(parser):
     parser.addoption("--targets", action="store_true", help="fail where a speed target of the kernels is missed")
     parser.addoption("--quick", action="store_true", help="the best ISA, fewer rounds and sizes: under two minutes")
 
 
 def pytest_collection_modifyitems(config, items):
-    """--quick leaves out the other ISAs, sizes between the others, and rivals on several threads."""
+    """--quick leaves out the other ISAs, sizes between the others, rivals on several threads, and what is LONG."""
     if not config.getoption("--quick"):
         return
     QUICK.append(True)
@@ -35,7 +41,7 @@ def pytest_collection_modifyitems(config, items):
     def kept(item):
         params = item.callspec.params if hasattr(item, "callspec") else {}
         return (params.get("isa", ISAS[0]) == ISAS[0] and "other" not in params and params.get("T") not in (2, 4, 8)
-                and not (params.get("team", 1) > 1 and item.path.stem in ("test_idot", "test_rivals", "test_epilogue")))
+                and not (params.get("team", 1) > 1 and item.path.stem in ALONE) and item.originalname not in LONG)
 
     config.hook.pytest_deselected(items=[item for item in items if not kept(item)])
     items[:] = [item for item in items if kept(item)]
