@@ -1,6 +1,7 @@
 """Write the measured tables into README.md, between its markers, from the files in benchmarks/results.
 
     kda bench -o json > benchmarks/results/bench.json
+    kda ceiling --config kimi_linear_48b --quant q4g --disk . --cache-gib 8 -o json > benchmarks/results/ceiling.json
     pytest benchmarks/test_rivals.py benchmarks/test_epilogue.py --benchmark-json=benchmarks/results/rivals.json
     python benchmarks/render.py
 """
@@ -9,7 +10,7 @@ import json
 import re
 from pathlib import Path
 
-from kda.perf import bench
+from kda.perf import bench, ceiling
 from kda.perf.bench import significant
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,14 @@ def tables():
     where = f"`pytest benchmarks/test_rivals.py benchmarks/test_epilogue.py`, {others['datetime'][:10]}, the same " \
             f"machine, ISA {others['machine_info']['isa']}; in turn in one process, ratios of neighbouring rounds " \
             "(median):"
-    return "\n\n".join([bench.render(ours, "md"), where, rivals(others)])
+    return "\n\n".join([bench.render(ours, "md"), where, rivals(others), ceilings()])
+
+
+def ceilings():
+    """The limits of the machine, and what a model whose experts are on its disk can reach."""
+    result = json.loads((RESULTS / "ceiling.json").read_text())
+    model = ceiling.model_blocks(result["model"], "md")
+    return "\n\n".join([bench.heading(result, "md"), ceiling.machine_table(result, "md"), model[0], model[-1]])
 
 
 def updated(readme):

@@ -134,9 +134,11 @@ def seeded() -> Iterator[tuple[str, dict[str, Any], float]]:
 
     def inputs(B: int = 1, T: int = 24, H: int = 2, HV: int | None = None, K: int = 64, V: int | None = None,
                N: int | None = None, **more: Any) -> dict[str, Any]:
+        """q, k, v, g, beta and the state of fused_recurrent_kda, normal or uniform, and `more` arguments."""
         HV, V = HV or H, V or K
 
         def normal(*dims: int) -> Array:
+            """Normal float32."""
             return rng.standard_normal(dims).astype(np.float32)
 
         args = {
@@ -193,6 +195,7 @@ def epilogues() -> Iterator[Case]:
     rng = np.random.default_rng(8)
 
     def normal(*dims: int) -> Array:
+        """Normal float32."""
         return rng.standard_normal(dims).astype(np.float32)
 
     x, weight, bias, past = normal(1, 50, 200), normal(200, 4), normal(200), normal(3, 200, 3)

@@ -499,6 +499,7 @@ def progress_bar(stream: Any = None) -> Callable[[int, int, str], None] | None:
         return None
 
     def draw(done: int, total: int, label: str) -> None:
+        """The bar and the label over what stood there; an empty line at the end."""
         filled = 24 * done // total
         stream.write(f"\r\x1b[K[{'#' * filled}{'.' * (24 - filled)}] {done}/{total} {label}"
                      if done < total else "\r\x1b[K")

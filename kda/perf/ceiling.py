@@ -11,7 +11,10 @@ from typing import Any
 from kda.config import KDAConfig
 from kda.perf import bench, disk, limits, nvme
 from kda.perf.bench import lay_out, significant
+from kda.perf.compare import CROWDED
+from kda.perf.noise import watch_others
 from kda.plan import Plan, bandwidth_of, plan
+from kda.runtime import available_cpus
 
 FORMATS = ("f32", "bf16", "q8g", "q4g", "vq3r")  # --quant
 
@@ -61,7 +64,12 @@ def run(config: KDAConfig | None = None, where: str | None = None, bandwidth: st
         record = nvme.record_bytes(model)
         replayed, remarks = chosen_trace(trace, config)
     speed = 0.0 if bandwidth is None else bandwidth_of(bandwidth)
+    others = watch_others()
     rows = limits.measure(isa, seconds / 2, progress)
+    taken, cpus = others(), available_cpus()
+    if taken is not None and taken > CROWDED:
+        remarks.append(f"Other processes took {taken:.1f} of {cpus} CPUs meanwhile: these ceilings are too low, "
+                       "measure again.")
     disk_rows: list[disk.DiskRow] = []
     if where is not None:
         disk_rows = disk.measure(where, record, seconds=seconds, file_bytes=file_bytes, progress=progress)
@@ -87,7 +95,18 @@ def run(config: KDAConfig | None = None, where: str | None = None, bandwidth: st
 
 def render(result: dict[str, Any], form: str) -> str:
     """The result as "text" or "md"."""
-    blocks = [bench.heading(result, form)]
+    blocks = [bench.heading(result, form), machine_table(result, form)]
+    blocks.append(note("Medians, in brackets the best sample. " + ". ".join(
+        f"{name}: {text}" for name, text in result["meaning"].items()) + ".", form))
+    if result["disk"]:
+        blocks += disk_blocks(result["disk"], form)
+    if result["model"]:
+        blocks += model_blocks(result["model"], form)
+    return "\n\n".join([*blocks, *(note(remark, form) for remark in result["remarks"])])
+
+
+def machine_table(result: dict[str, Any], form: str) -> str:
+    """The ceilings by number of threads."""
     teams = sorted({row["threads"] for row in result["ceilings"]})
     table = [["ceiling (higher is better)", "unit", *(f"{n} thread{'s' if n > 1 else ''} (best)" for n in teams)]]
     for name in limits.MEANING:
@@ -96,14 +115,7 @@ def render(result: dict[str, Any], form: str) -> str:
             table.append([name, next(iter(found.values()))["unit"],
                           *(f"{found[n]['median']:.1f} ({found[n]['best']:.1f})" if n in found else "-"
                             for n in teams)])
-    blocks.append("\n".join(lay_out(table, form)))
-    blocks.append(note("Medians, in brackets the best sample. " + ". ".join(
-        f"{name}: {text}" for name, text in result["meaning"].items()) + ".", form))
-    if result["disk"]:
-        blocks += disk_blocks(result["disk"], form)
-    if result["model"]:
-        blocks += model_blocks(result["model"], form)
-    return "\n\n".join([*blocks, *(note(remark, form) for remark in result["remarks"])])
+    return "\n".join(lay_out(table, form))
 
 
 def note(text: str, form: str) -> str:

@@ -67,6 +67,7 @@ def idot_rate(rounds: int, isa: str | None = None) -> float:
 
 
 def _rounds(probe: Callable[[int, int], int], row: int, ns: int) -> int:
+    """Rounds, doubled until they take `ns`."""
     rounds = 500
     start = end = perf_counter_ns()
     while end - start < ns:
@@ -99,6 +100,7 @@ def copier(nbytes: int, n: int) -> Iterator[Callable[[], int]]:
     sources, targets = np.array_split(source, n), np.array_split(target, n)
     with ThreadPoolExecutor(n) as pool:
         def ns() -> int:
+            """One copy."""
             start = perf_counter_ns()
             if n == 1:
                 np.copyto(targets[0], sources[0])

@@ -157,6 +157,7 @@ def read_records(descriptor: int, record_bytes: int, offsets: Sequence[int], que
     turns = itertools.count()
 
     def reader() -> list[float]:
+        """What one thread does: seconds of each of its reads."""
         taken = []
         with mmap.mmap(-1, record_bytes) as buffer:  # page-aligned
             buffer[::mmap.PAGESIZE] = bytes(len(range(0, record_bytes, mmap.PAGESIZE)))  # in memory from the start

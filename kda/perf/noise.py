@@ -52,12 +52,14 @@ def watch_others() -> Callable[[], float | None]:
     more than its limits are, so such a row says little.
     """
     def now() -> tuple[float, float | None, float]:
+        """Seconds on the clock, of all processes, of this one."""
         own = os.times()
         return perf_counter(), busy_seconds(), own.user + own.system
 
     wall, busy, own = now()
 
     def taken() -> float | None:
+        """CPUs that others took since watch_others()."""
         wall_now, busy_now, own_now = now()
         if busy is None or busy_now is None:
             return None

@@ -54,9 +54,11 @@ class Random:
         self.rng = np.random.default_rng(SEED)
 
     def normal(self, *dims: int) -> Floats:
+        """Normal."""
         return self.rng.standard_normal(dims, dtype=np.float32)
 
     def uniform(self, *dims: int) -> Floats:
+        """In [0, 1)."""
         return self.rng.random(dims, dtype=np.float32)
 
     def tokens(self, T: int, *dims: int) -> Floats:
@@ -64,6 +66,7 @@ class Random:
         return np.resize(self.normal(1, min(T, DISTINCT), *dims), (1, T, *dims))
 
     def state(self, *dims: int) -> Floats:
+        """A small state on a cache line."""
         state = aligned_empty(dims)
         state[:] = 0.1 * self.normal(*dims)
         return state
@@ -79,6 +82,7 @@ class Work:
     parallel = True  # False: so little work that it stays on one thread
 
     def run(self) -> None:
+        """One call."""
         raise NotImplementedError
 
     def ns(self, times: int) -> int:
