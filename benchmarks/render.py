@@ -3,6 +3,7 @@
     kda bench -o json > benchmarks/results/bench.json
     kda ceiling --config kimi_linear_48b --quant q4g --disk . --cache-gib 8 -o json > benchmarks/results/ceiling.json
     pytest benchmarks/test_rivals.py benchmarks/test_epilogue.py --benchmark-json=benchmarks/results/rivals.json
+    pytest benchmarks/test_torch.py --benchmark-json=benchmarks/results/torch.json
     python benchmarks/render.py
 """
 
@@ -44,10 +45,26 @@ def ceilings():
     return "\n\n".join([bench.heading(result, "md"), ceiling.machine_table(result, "md"), model[0], model[-1]])
 
 
+def transformers():
+    """Before and after kda.adapters.hf.accelerate, from torch.json."""
+    result = json.loads((RESULTS / "torch.json").read_text())
+    infos = [entry["extra_info"] for entry in result["benchmarks"]]
+    lines = [f"`pytest benchmarks/test_torch.py`, {result['datetime'][:10]}: {result['machine_info']['cpu']}, "
+             f"{infos[0]['threads']} threads, ISA {infos[0]['isa']}, torch {infos[0]['torch']}, transformers "
+             f"{infos[0]['transformers']}; in turn in one process, ratios of neighbouring rounds (median):", "",
+             "| Kimi-Linear's size, float32 model | transformers us/token | kda us/token | ratio |",
+             "|---|---:|---:|---:|"]
+    lines += [f"| {info['what']} | {significant(info['before_us_per_token'])} | {significant(info['us_per_token'])} "
+              f"| {info['before_over_kda']:.1f} |" for info in infos]
+    return "\n".join(lines)
+
+
 def updated(readme):
     """README text with fresh tables."""
-    return re.sub(r"(<!-- results -->\n).*(\n<!-- end of results -->)", lambda m: m[1] + tables() + m[2], readme,
-                  flags=re.DOTALL)
+    for name, text in (("results", tables()), ("transformers", transformers())):
+        readme = re.sub(rf"(<!-- {name} -->\n).*(\n<!-- end of {name} -->)", lambda m, text=text: m[1] + text + m[2],
+                        readme, flags=re.DOTALL)
+    return readme
 
 
 if __name__ == "__main__":

@@ -340,13 +340,15 @@ def test_fake_tensors_see_shapes():
     assert past.shape == (2, 12, 3)
 
 
-def test_compiled_whole_and_trained():
-    """One graph through torch.compile (its own tracer, no code generation), gradients included."""
-    x = raw(T=9)
+@pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 70, 70, 140])], ids=["rows", "packed"])
+def test_compiled_whole_and_trained(cu_seqlens):
+    """One graph through torch.compile (its own tracer, no code generation), gradients included. How many states packed
+    sequences keep for the backward pass is known only when it runs."""
+    x = raw(T=140, B=1)
 
     def loss(q, k, v, g, beta):
         o, final = kt.chunk_kda(q, k, v, g, beta, *(x[n] for n in ("A_log", "dt_bias")), use_gate_in_kernel=True,
-                                use_beta_sigmoid_in_kernel=True, output_final_state=True)
+                                use_beta_sigmoid_in_kernel=True, output_final_state=True, cu_seqlens=cu_seqlens)
         return (kt.rms_norm_gated(o.detach(), o.detach(), torch.ones(24)) * o).sum() + final.sum()
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
