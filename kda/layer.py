@@ -15,12 +15,11 @@ from kda.dense import DenseMatrix
 from kda.ops import Array, aligned_empty
 from kda.quant import QuantizedMatrix
 from kda.runtime import isa_index, isas
-from kda.state import Call, KDAState, Pair, Row, exclusive
+from kda.state import PASS, Call, KDAState, Pair, Row, exclusive
 from kda.weights import layer_tensors, read_safetensors
 
 Matrix = DenseMatrix | QuantizedMatrix
 _FORMATS = {"f32": 32, "q8g": 8, "q4g": 4}
-PASS = 128  # tokens of a pass: what weights are read for once, while the projections stay near
 _FEW = 16  # tokens that a small scratch holds
 
 # Scratch that no call is using, by its sizes: a call takes one and puts it back, so that layers of one model share the
@@ -194,8 +193,8 @@ class KDALayer:
     def _passes(self, rows: Sequence[Row], spans: Sequence[tuple[int, int]]) -> list[list[_Piece]]:
         """The call as passes of at most PASS tokens, each a set of pieces of one kind, one to a row.
 
-        Pieces of a row run in order, and a chunked row is cut only at whole blocks from its start, where the cut
-        leaves no trace.
+        Weights are read once for a pass, and its projections stay near. Pieces of a row run in order, and a row is
+        cut only at whole units from its start, where the cut leaves no trace.
         """
         passes: list[list[_Piece]] = []
         for chunked in (False, True):
@@ -209,12 +208,12 @@ class KDALayer:
                     call = Call(self._replay, T, start) if logged else None
                     at = start
                     while at < end:
-                        if room < min(end - at, _core.BLOCK) or b in present:
+                        if room < min(end - at, row.unit) or b in present:
                             passes.append([])
                             room, present = PASS, set()
                         n = min(end - at, room)
-                        if n < end - at and chunked:
-                            n -= n % _core.BLOCK
+                        if n < end - at:
+                            n -= n % row.unit
                         begins = (start, end, logged) if at == start else None
                         passes[-1].append(_Piece(row, b, first + at, n, chunked, begins, call))
                         room, at = room - n, at + n
@@ -316,8 +315,11 @@ class KDALayer:
         fused = self._fused(np.empty(v.shape, np.float32), q, k, v,
                             g[:tokens].reshape(1, tokens, c.num_v_heads, c.head_dim),
                             joint[None, :tokens, cut[3]:cut[4]], None)
-        fused.run((source,), (target,), np.array([0, tokens]),
-                  call.offset > 0 or call.offset + tokens > self.recurrent_max)
+        chunked = call.offset > 0 or call.offset + tokens > self.recurrent_max
+        step = tokens if source[0].dtype == np.float32 else PASS  # bfloat16 is rounded where the call did it
+        for start in range(0, tokens, step):
+            fused.run((source,), (target,), np.array([start, min(start + step, tokens)]), chunked)
+            source = target
 
     def _borrow(self, tokens: int) -> _Scratch:
         """Scratch for a pass; the caller gives it back."""

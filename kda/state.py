@@ -22,6 +22,7 @@ from kda import _core
 from kda.config import KDAConfig
 from kda.ops import Array, aligned_empty
 
+PASS = 128  # tokens of a row between two roundings of a bfloat16 S, counted from the start of its call
 STATE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 Pair = tuple[Array, Array]  # S [HV, K, V] and histories [(W - 1) * (2 H K + HV V)], as the core takes them
@@ -67,10 +68,12 @@ class Snapshot:
 class Row:
     """One sequence of a state, for the layer: where its buffers are and how to go back."""
 
-    __slots__ = ("depth", "pairs", "position", "slot", "snapshots", "window")
+    __slots__ = ("depth", "pairs", "position", "slot", "snapshots", "unit", "window")
 
     def __init__(self, pairs: list[Pair], window: int) -> None:
         self.pairs, self.window = pairs, window
+        # a call may be cut after any number of these without a trace
+        self.unit = _core.BLOCK if pairs[0][0].dtype == np.float32 else PASS
         self.clear()
 
     def clear(self) -> None:
@@ -93,14 +96,14 @@ class Row:
     def spans(self, tokens: int, recurrent_max: int) -> list[tuple[int, int, bool]]:
         """A call of `tokens` as (start, end, whether to log it).
 
-        A long call is logged from the last whole block that the window cannot reach behind, where a chunked call
-        may be cut without a trace; one that could end, after a rollback, within recurrent_max is logged whole.
+        A long call is logged from the last whole unit that the window cannot reach behind; one that could end, after
+        a rollback, within recurrent_max is logged whole.
         """
         if not self.window:
             return [(0, tokens, False)]
         if tokens - self.window <= recurrent_max:
             return [(0, tokens, True)]
-        cut = (tokens - self.window) // _core.BLOCK * _core.BLOCK
+        cut = (tokens - self.window) // self.unit * self.unit
         return [(0, cut, False), (cut, tokens, True)] if cut else [(0, tokens, True)]
 
     def begin(self, start: int, end: int, logged: bool) -> None:
@@ -163,9 +166,10 @@ class KDAState:
 
     config : KDAConfig. batch : sequences, each a row. rollback_window : how many of a row's last tokens `rollback` can
     drop; above 0 the state takes three times the memory, and about 4 bytes x (3 H K + HV (K + V)) a token of the
-    window. state_dtype : "float32", or "bfloat16": S is rounded to nearest even at the end of every call and takes
-    half the memory; all arithmetic stays float32 (a layer decoding token by token drifts by under 1 % of
-    the outputs, relative RMS, and no further over thousands of tokens). The histories are float32 either way.
+    window. state_dtype : "float32", or "bfloat16": S takes half the memory and is rounded to nearest even at the
+    end of every call, and every 128 tokens of a longer one; all arithmetic stays float32 (a layer decoding token by
+    token drifts by under 1 % of the outputs, relative RMS, and no further over thousands of tokens). The histories
+    are float32 either way.
 
     A state serves one call at a time: a second thread gets a RuntimeError, not a race.
     """

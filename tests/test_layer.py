@@ -441,6 +441,26 @@ def test_bfloat16_states_drift_as_documented(isa):
     assert same_bits(np.array(rolled.recurrent), np.array(twin.recurrent))
 
 
+@pytest.mark.parametrize("recurrent_max", [64, 1000])
+def test_bfloat16_rows_equal_their_solo_runs_and_go_back(isa, recurrent_max):
+    """Where S is rounded depends on the row's own call: not on its neighbours, nor on how a rollback takes it again."""
+    layer = KDALayer.from_tensors(TINY, seeded(TINY), isa=isa, recurrent_max=recurrent_max)
+    for lengths in ([50, 50, 50], [100, 1, 60, 300], [127, 129, 257]):
+        B, T = len(lengths), max(lengths)
+        x = inputs(TINY, B, T)
+        state = layer.new_state(B, rollback_window=150, state_dtype="bfloat16")
+        y = layer(x, state, lengths)
+        back = [min(n, 140) for n in lengths]
+        before = state.copy()
+        state.rollback(back)
+        for b, n in enumerate(lengths):
+            for left, got in ((n, before), (n - back[b], state)):
+                solo = layer.new_state(state_dtype="bfloat16")
+                want = layer(x[b:b + 1, :left], solo)
+                assert same_state(got.select([b]), solo), (lengths, b, left)
+                assert left < n or same_bits(y[b:b + 1, :n], want)
+
+
 def test_one_state_serves_one_call_at_a_time():
     """From two threads: a clear error for one, and the state is that of the calls that went through."""
     layer = KDALayer.from_tensors(TINY, seeded(TINY))
