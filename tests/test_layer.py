@@ -11,6 +11,7 @@ from helpers import relative_error, same_bits
 from plain_layer import CONFIGS, GVA, K3, KIMI, NO_HISTORY, TINY, plain_layer, seeded
 
 import kda
+import kda.layer as layer_module
 from kda import KDAConfig, KDALayer, KDAState
 from kda.weights import tensor_shapes
 
@@ -311,6 +312,43 @@ def test_rows_go_back_alone(isa):
     assert same_state(state, forked)
 
 
+@pytest.mark.parametrize("sizes", [[5, 2, 1, 1, 3], [4], [1] * 12])
+def test_a_call_that_fails_leaves_a_state_that_goes_back(sizes, monkeypatch):
+    """As one does that runs out of memory: what can still be dropped is dropped to the bit, and the state goes on."""
+    layer = KDALayer.from_tensors(TINY, seeded(TINY))
+    x = inputs(TINY, 1, 20)
+
+    class Failing:
+        def run(self, *arguments):
+            raise MemoryError
+
+    def failing_views(scratch, n):
+        views = layer_module._Views(layer, scratch, n)
+        views.fused = Failing()
+        return views
+
+    for failures in (1, 2, 3):
+        state = layer.new_state(rollback_window=6)
+        steps_of(layer, state, x, sizes)
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "_views", failing_views)
+            for n in (7, 5, 130)[:failures]:
+                with pytest.raises(MemoryError):
+                    layer(inputs(TINY, 1, n), state)
+        end, most = sum(sizes), state.rows[0].depth
+        for n in range(most + 1):
+            back, twin = state.copy(), layer.new_state()
+            back.rollback(n)
+            left = end - n
+            for size in sizes:
+                layer(x[:, twin.position:twin.position + min(size, left)], twin)
+                left -= min(size, left)
+            assert same_state(back, twin)
+        layer(x[:, end:end + 2], state)
+        state.rollback(2)
+        assert state.position == end
+
+
 def test_no_further_than_the_window():
     layer = KDALayer.from_tensors(TINY, seeded(TINY))
     state = layer.new_state(batch=2, rollback_window=4)
@@ -384,7 +422,24 @@ def test_assign_takes_a_state_from_elsewhere():
         twin.rollback(1)
     with pytest.raises(ValueError, match=r"conv_k: expected \[2, 32, 3\], got \[2, 31, 3\]"):
         twin.assign(state.recurrent, state.conv_q, state.conv_k[:, 1:], state.conv_v, 5)
+    for bad in (np.full((2, 2, 16, 16), "x", object), np.zeros((2, 2, 16, 16), complex), None):
+        with pytest.raises(TypeError, match=r"recurrent: expected floats \[2, 2, 16, 16\], got "):
+            twin.assign(bad, state.conv_q, state.conv_k, state.conv_v, 5)
     assert same_state(twin, state)
+    with pytest.raises(ValueError, match=r"conv_q: expected \[1, 16, 0\], got \[1, 5, 0\]"):
+        KDAState(NO_HISTORY).assign(np.zeros((1, 2, 8, 8)), *[np.zeros((1, 5, 0))] * 3, 0)
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_assign_takes_views_of_the_state_itself(window):
+    """Rows in another order, at another position: nothing is read after it was overwritten."""
+    layer = KDALayer.from_tensors(TINY, seeded(TINY))
+    state = layer.new_state(batch=2, rollback_window=window)
+    layer(inputs(TINY, 2, 5), state)
+    want = state.select([1, 0])
+    state.assign(state.recurrent[::-1], state.conv_q[::-1], state.conv_k[::-1], state.conv_v[::-1], 5)
+    assert state.recurrent.any()
+    assert same_state(state, want)
 
 
 def test_copies_are_apart_and_go_on_alike():
@@ -405,8 +460,9 @@ def test_copies_are_apart_and_go_on_alike():
     swapped = other.select([1, 0, 1])
     assert same_bits(swapped.recurrent, other.recurrent[[1, 0, 1]])
     assert swapped.batch == 3
-    with pytest.raises(IndexError):
-        state.select([2])
+    for rows in ([2], [-4], []):
+        with pytest.raises(IndexError, match=r"rows: expected one or more of the rows 0 to 1, got "):
+            state.select(rows)
 
 
 def test_reset():
