@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from kda.weights import layer_tensors, read_safetensors
 
 Matrix = DenseMatrix | QuantizedMatrix
 _FORMATS = {"f32": 32, "q8g": 8, "q4g": 4}
+_SIDES = ("right", "left")
 _FEW = 16  # tokens that a small scratch holds
 
 # Scratch that no call is using, by its sizes: a call takes one and puts it back, so that layers of one model share the
@@ -50,6 +51,8 @@ class KDALayer:
             raise ValueError(f"weight_format: expected one of {', '.join(map(repr, _FORMATS))}, got {weight_format!r}")
         if isinstance(recurrent_max, bool) or not isinstance(recurrent_max, int) or recurrent_max < 0:
             raise ValueError(f"recurrent_max: expected an int >= 0, got {recurrent_max!r}")
+        if config.conv_size > _core.CONV_MAX:
+            raise ValueError(f"config: conv_size: expected 1 to {_core.CONV_MAX}, got {config.conv_size}")
         self.config, self.weight_format, self.recurrent_max = config, weight_format, recurrent_max
         self.isa = list(isas())[isa_index(isa)]
         c = config
@@ -60,10 +63,10 @@ class KDALayer:
         self._decay = self._matrix(tensors["f_b_proj.weight"])
         self._gate = None if c.full_rank_gate else self._matrix(tensors["g_b_proj.weight"])
         self._out = self._matrix(tensors["o_proj.weight"])
-        self._taps = tuple(np.ascontiguousarray(tensors[f"{x}_conv1d.weight"][:, 0].T, np.float32).reshape(-1)
-                           for x in "qkv")
-        self._A_log, self._dt_bias = tensors["A_log"], tensors["dt_bias"]
-        self._norm = tensors["o_norm.weight"]
+        # copies: the caller's arrays may change, or be a file that is mapped into memory
+        self._taps = tuple(tensors[f"{x}_conv1d.weight"][:, 0].T.astype(np.float32, "C").reshape(-1) for x in "qkv")
+        self._A_log, self._dt_bias, self._norm = (tensors[name].astype(np.float32)
+                                                  for name in ("A_log", "dt_bias", "o_norm.weight"))
         # columns of the joint projection, and of what is kept of it for a rollback
         self._cuts = np.cumsum([0, qk, qk, v, HV, c.head_dim, v if c.full_rank_gate else c.head_dim]).tolist()
         # of a token's row in a scratch: joint projection, decay, output gate, o, hidden
@@ -137,10 +140,15 @@ class KDALayer:
         Raises TypeError for other dtypes; ValueError for shapes, lengths or a state of another model; RuntimeError
         where another call uses one of the states. The states are unchanged then.
         """
-        states = (state,) if isinstance(state, KDAState) else tuple(state)
+        if isinstance(state, KDAState):
+            states: tuple[KDAState, ...] = (state,)
+        elif isinstance(state, Iterable):
+            states = tuple(state)
+        else:
+            raise TypeError(f"state: expected a KDAState or a sequence of them, got {type(state).__name__}")
         x = self._checked(x, states)
         B, T = x.shape[:2]
-        if B == 1 and lengths is None and 1 <= T <= PASS:  # the plain step
+        if B == 1 and lengths is None and 1 <= T <= PASS and padding_side in _SIDES:  # the plain step
             row = states[0].rows[0]
             if not row.window or T - row.window <= self.recurrent_max:
                 with states[0].lock:
@@ -159,14 +167,15 @@ class KDALayer:
         ops._check_dtype("x", x)
         if x.ndim != 3 or x.shape[2] != self.config.hidden_size or not x.shape[0]:
             raise ops._shape_error("x", x, ["B >= 1", "T", self.config.hidden_size])
-        batch = 0
+        batch, seen = 0, set()
         for i, s in enumerate(states):
             if not isinstance(s, KDAState):
                 raise TypeError(f"state: expected a KDAState or a sequence of them, got {type(s).__name__}")
             if s.config is not self.config and s.config.identity != self.config.identity:
                 raise ValueError(f"state: is of model {s.config.identity}, expected {self.config.identity}")
-            if len(states) > 1 and any(s is other for other in states[:i]):
+            if id(s) in seen:
                 raise ValueError(f"state: states[{i}] is in the list twice")
+            seen.add(id(s))
             if s.state_dtype != states[0].state_dtype:
                 raise ValueError(f"state: states[{i}] is {s.state_dtype}, states[0] {states[0].state_dtype}; one call "
                                  "takes states of one dtype")
@@ -179,7 +188,7 @@ class KDALayer:
     @staticmethod
     def _valid(lengths: Any, padding_side: str, B: int, T: int) -> list[tuple[int, int]]:
         """First and last valid token of each row."""
-        if padding_side not in ("right", "left"):
+        if padding_side not in _SIDES:
             raise ValueError(f"padding_side: expected 'right' or 'left', got {padding_side!r}")
         if lengths is None:
             return [(0, T)] * B

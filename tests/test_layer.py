@@ -593,6 +593,9 @@ def test_bad_calls_change_nothing():
         (ValueError, r"x: expected \[B >= 1, T, 48\], got \[2, 4, 47\]", (x[:, :, :47], state)),
         (ValueError, "state: 2 rows, expected one for each of the 1 rows of x", (x[:1], state)),
         (TypeError, "state: expected a KDAState or a sequence of them, got ndarray", (x, [state.recurrent])),
+        (TypeError, "state: expected a KDAState or a sequence of them, got NoneType", (x, None)),
+        (ValueError, "padding_side: expected 'right' or 'left', got 'middle'",
+         (x[:1], layer.new_state(), None, "middle")),
         (ValueError, "state: is of model kimi_k3-", (x[:1], other)),
         (ValueError, r"states\[1\] is in the list twice", (np.concatenate([x, x]), [state, state])),
         (ValueError, r"states\[1\] is bfloat16, states\[0\] float32",
@@ -648,6 +651,28 @@ def test_wrong_tensors_are_all_named():
         KDALayer.from_tensors(TINY, seeded(TINY), prefix="other.")
     with pytest.raises(ValueError, match="recurrent_max: expected an int >= 0, got -1"):
         KDALayer.from_tensors(TINY, seeded(TINY), recurrent_max=-1)
+    nine = KDAConfig("kimi_linear", 48, 3, (0, 2), 2, 2, 16, 16, 9)
+    with pytest.raises(ValueError, match="config: conv_size: expected 1 to 8, got 9"):
+        KDALayer.from_tensors(nine, seeded(nine))
+
+
+@pytest.mark.parametrize("config", [TINY, NO_HISTORY], ids=["W4", "W1"])
+@pytest.mark.parametrize("weight_format", ["f32", "q8g"])
+def test_tensors_are_not_kept(config, weight_format):
+    """Whatever their form: read-only, of the other byte order, in any strides; and written to afterwards."""
+    x = inputs(config, 1, 3)
+    tensors = seeded(config)
+    layer = KDALayer.from_tensors(config, tensors, weight_format=weight_format)
+    want = layer(x, layer.new_state())
+    for form in (lambda w: w.astype(">f4"), lambda w: np.repeat(w, 2, axis=-1)[..., ::2], lambda w: np.array(w, order="F")):
+        odd = {name: form(w) for name, w in tensors.items()}
+        for w in odd.values():
+            w.flags.writeable = False
+        other = KDALayer.from_tensors(config, odd, weight_format=weight_format)
+        assert same_bits(other(x, other.new_state()), want)
+    for w in tensors.values():
+        w[...] = 7
+    assert same_bits(layer(x, layer.new_state()), want)
 
 
 def test_forms_that_checkpoints_have():
