@@ -59,10 +59,10 @@ class KDALayer:
         qk, v, HV = c.num_heads * c.head_dim, c.num_v_heads * c.v_head_dim, c.num_v_heads
         gate = "g_proj.weight" if c.full_rank_gate else "g_a_proj.weight"
         names = ["q_proj.weight", "k_proj.weight", "v_proj.weight", "b_proj.weight", "f_a_proj.weight", gate]
-        self._in = self._matrix(*(tensors[name] for name in names))
-        self._decay = self._matrix(tensors["f_b_proj.weight"])
-        self._gate = None if c.full_rank_gate else self._matrix(tensors["g_b_proj.weight"])
-        self._out = self._matrix(tensors["o_proj.weight"])
+        self._in = self._matrix(tensors, *names)
+        self._decay = self._matrix(tensors, "f_b_proj.weight")
+        self._gate = None if c.full_rank_gate else self._matrix(tensors, "g_b_proj.weight")
+        self._out = self._matrix(tensors, "o_proj.weight")
         # copies: the caller's arrays may change, or be a file that is mapped into memory
         self._taps = tuple(tensors[f"{x}_conv1d.weight"][:, 0].T.astype(np.float32, "C").reshape(-1) for x in "qkv")
         self._A_log, self._dt_bias, self._norm = (tensors[name].astype(np.float32)
@@ -83,8 +83,8 @@ class KDALayer:
         K3's A_log, padded with zeros to 128 heads, is cut; [1, 1, H, 1] is taken. Tensors with other prefixes are
         passed over. They are read once and not kept.
 
-        Raises ValueError that names every missing, surplus and misshapen tensor with what was expected, and for an
-        unknown weight_format; TypeError for other dtypes.
+        Raises ValueError that names every missing, surplus and misshapen tensor with what was expected, for weights
+        that cannot be quantised (not finite, or huge), and for an unknown weight_format; TypeError for other dtypes.
         """
         if weight_format not in _FORMATS:
             raise ValueError(f"weight_format: expected one of {', '.join(map(repr, _FORMATS))}, got {weight_format!r}")
@@ -99,12 +99,17 @@ class KDALayer:
         return cls.from_tensors(config, read_safetensors(path, prefix), prefix, weight_format,
                                 recurrent_max=recurrent_max, isa=isa)
 
-    def _matrix(self, *parts: Array) -> Matrix:
-        """The rows of `parts` as one matrix, so that projections that share an input are one product."""
+    def _matrix(self, tensors: Mapping[str, Array], *names: str) -> Matrix:
+        """The rows of these tensors as one matrix, so that projections that share an input are one product."""
         if self.weight_format == "f32":
-            return DenseMatrix(parts, self.isa)
-        bits = _FORMATS[self.weight_format]
-        return QuantizedMatrix.concatenate([QuantizedMatrix.quantize(w, bits, isa=self.isa) for w in parts])
+            return DenseMatrix([tensors[name] for name in names], self.isa)
+        parts = []
+        for name in names:
+            try:
+                parts.append(QuantizedMatrix.quantize(tensors[name], _FORMATS[self.weight_format], isa=self.isa))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+        return QuantizedMatrix.concatenate(parts)
 
     @property
     def nbytes(self) -> int:

@@ -651,6 +651,10 @@ def test_wrong_tensors_are_all_named():
         KDALayer.from_tensors(TINY, seeded(TINY), prefix="other.")
     with pytest.raises(ValueError, match="recurrent_max: expected an int >= 0, got -1"):
         KDALayer.from_tensors(TINY, seeded(TINY), recurrent_max=-1)
+    infinite = seeded(TINY)
+    infinite[PREFIX + "b_proj.weight"][1, 3] = np.inf
+    with pytest.raises(ValueError, match=r"b_proj.weight: w: row 1, group 0 .* expected finite weights"):
+        KDALayer.from_tensors(TINY, infinite, weight_format="q8g")
     nine = KDAConfig("kimi_linear", 48, 3, (0, 2), 2, 2, 16, 16, 9)
     with pytest.raises(ValueError, match="config: conv_size: expected 1 to 8, got 9"):
         KDALayer.from_tensors(nine, seeded(nine))
@@ -753,9 +757,16 @@ def test_from_safetensors(tmp_path):
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"cut.safetensors: is not a complete safetensors file"):
         run(tmp_path / "cut.safetensors")
-    (tmp_path / "bad.json").write_text("[]")
-    with pytest.raises(ValueError, match="is no index of safetensors"):
+    for text in ("[]", "[" * 200000, '{"weight_map": {"%sA_log": 5}}' % PREFIX):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match="bad.json: is no index of safetensors"):
+            run(tmp_path / "bad.json")
+    (tmp_path / "bad.json").write_text(json.dumps({"weight_map": {PREFIX + "A_log": "shards"}}))
+    with pytest.raises(FileNotFoundError, match="shards: no such file, though bad.json names it"):
         run(tmp_path / "bad.json")
+    save_file({PREFIX + "A_log": np.zeros(2, ml_dtypes.float8_e4m3fn)}, tmp_path / "float8.safetensors")
+    with pytest.raises(TypeError, match=r"float8.safetensors: .*A_log: expected float32, .*, got F8_E4M3"):
+        run(tmp_path / "float8.safetensors")
 
 
 def test_tensor_names_are_the_checkpoints():
