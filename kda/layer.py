@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,12 @@ from kda.dense import DenseMatrix
 from kda.ops import Array, aligned_empty
 from kda.quant import QuantizedMatrix
 from kda.runtime import isa_index, isas
-from kda.state import Call, KDAState, Pair, Row, exclusive
+from kda.state import PASS, Call, KDAState, Pair, Row, exclusive
 from kda.weights import layer_tensors, read_safetensors
 
 Matrix = DenseMatrix | QuantizedMatrix
 _FORMATS = {"f32": 32, "q8g": 8, "q4g": 4}
-PASS = 128  # tokens of a pass: what weights are read for once, while the projections stay near
+_SIDES = ("right", "left")
 _FEW = 16  # tokens that a small scratch holds
 
 # Scratch that no call is using, by its sizes: a call takes one and puts it back, so that layers of one model share the
@@ -51,20 +51,22 @@ class KDALayer:
             raise ValueError(f"weight_format: expected one of {', '.join(map(repr, _FORMATS))}, got {weight_format!r}")
         if isinstance(recurrent_max, bool) or not isinstance(recurrent_max, int) or recurrent_max < 0:
             raise ValueError(f"recurrent_max: expected an int >= 0, got {recurrent_max!r}")
+        if config.conv_size > _core.CONV_MAX:
+            raise ValueError(f"config: conv_size: expected 1 to {_core.CONV_MAX}, got {config.conv_size}")
         self.config, self.weight_format, self.recurrent_max = config, weight_format, recurrent_max
         self.isa = list(isas())[isa_index(isa)]
         c = config
         qk, v, HV = c.num_heads * c.head_dim, c.num_v_heads * c.v_head_dim, c.num_v_heads
         gate = "g_proj.weight" if c.full_rank_gate else "g_a_proj.weight"
         names = ["q_proj.weight", "k_proj.weight", "v_proj.weight", "b_proj.weight", "f_a_proj.weight", gate]
-        self._in = self._matrix(*(tensors[name] for name in names))
-        self._decay = self._matrix(tensors["f_b_proj.weight"])
-        self._gate = None if c.full_rank_gate else self._matrix(tensors["g_b_proj.weight"])
-        self._out = self._matrix(tensors["o_proj.weight"])
-        self._taps = tuple(np.ascontiguousarray(tensors[f"{x}_conv1d.weight"][:, 0].T, np.float32).reshape(-1)
-                           for x in "qkv")
-        self._A_log, self._dt_bias = tensors["A_log"], tensors["dt_bias"]
-        self._norm = tensors["o_norm.weight"]
+        self._in = self._matrix(tensors, *names)
+        self._decay = self._matrix(tensors, "f_b_proj.weight")
+        self._gate = None if c.full_rank_gate else self._matrix(tensors, "g_b_proj.weight")
+        self._out = self._matrix(tensors, "o_proj.weight")
+        # copies: the caller's arrays may change, or be a file that is mapped into memory
+        self._taps = tuple(tensors[f"{x}_conv1d.weight"][:, 0].T.astype(np.float32, "C").reshape(-1) for x in "qkv")
+        self._A_log, self._dt_bias, self._norm = (tensors[name].astype(np.float32)
+                                                  for name in ("A_log", "dt_bias", "o_norm.weight"))
         # columns of the joint projection, and of what is kept of it for a rollback
         self._cuts = np.cumsum([0, qk, qk, v, HV, c.head_dim, v if c.full_rank_gate else c.head_dim]).tolist()
         # of a token's row in a scratch: joint projection, decay, output gate, o, hidden
@@ -81,8 +83,8 @@ class KDALayer:
         K3's A_log, padded with zeros to 128 heads, is cut; [1, 1, H, 1] is taken. Tensors with other prefixes are
         passed over. They are read once and not kept.
 
-        Raises ValueError that names every missing, surplus and misshapen tensor with what was expected, and for an
-        unknown weight_format; TypeError for other dtypes.
+        Raises ValueError that names every missing, surplus and misshapen tensor with what was expected, for weights
+        that cannot be quantised (not finite, or huge), and for an unknown weight_format; TypeError for other dtypes.
         """
         if weight_format not in _FORMATS:
             raise ValueError(f"weight_format: expected one of {', '.join(map(repr, _FORMATS))}, got {weight_format!r}")
@@ -97,12 +99,17 @@ class KDALayer:
         return cls.from_tensors(config, read_safetensors(path, prefix), prefix, weight_format,
                                 recurrent_max=recurrent_max, isa=isa)
 
-    def _matrix(self, *parts: Array) -> Matrix:
-        """The rows of `parts` as one matrix, so that projections that share an input are one product."""
+    def _matrix(self, tensors: Mapping[str, Array], *names: str) -> Matrix:
+        """The rows of these tensors as one matrix, so that projections that share an input are one product."""
         if self.weight_format == "f32":
-            return DenseMatrix(parts, self.isa)
-        bits = _FORMATS[self.weight_format]
-        return QuantizedMatrix.concatenate([QuantizedMatrix.quantize(w, bits, isa=self.isa) for w in parts])
+            return DenseMatrix([tensors[name] for name in names], self.isa)
+        parts = []
+        for name in names:
+            try:
+                parts.append(QuantizedMatrix.quantize(tensors[name], _FORMATS[self.weight_format], isa=self.isa))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+        return QuantizedMatrix.concatenate(parts)
 
     @property
     def nbytes(self) -> int:
@@ -138,10 +145,15 @@ class KDALayer:
         Raises TypeError for other dtypes; ValueError for shapes, lengths or a state of another model; RuntimeError
         where another call uses one of the states. The states are unchanged then.
         """
-        states = (state,) if isinstance(state, KDAState) else tuple(state)
+        if isinstance(state, KDAState):
+            states: tuple[KDAState, ...] = (state,)
+        elif isinstance(state, Iterable):
+            states = tuple(state)
+        else:
+            raise TypeError(f"state: expected a KDAState or a sequence of them, got {type(state).__name__}")
         x = self._checked(x, states)
         B, T = x.shape[:2]
-        if B == 1 and lengths is None and 1 <= T <= PASS:  # the plain step
+        if B == 1 and lengths is None and 1 <= T <= PASS and padding_side in _SIDES:  # the plain step
             row = states[0].rows[0]
             if not row.window or T - row.window <= self.recurrent_max:
                 with states[0].lock:
@@ -160,14 +172,15 @@ class KDALayer:
         ops._check_dtype("x", x)
         if x.ndim != 3 or x.shape[2] != self.config.hidden_size or not x.shape[0]:
             raise ops._shape_error("x", x, ["B >= 1", "T", self.config.hidden_size])
-        batch = 0
+        batch, seen = 0, set()
         for i, s in enumerate(states):
             if not isinstance(s, KDAState):
                 raise TypeError(f"state: expected a KDAState or a sequence of them, got {type(s).__name__}")
             if s.config is not self.config and s.config.identity != self.config.identity:
                 raise ValueError(f"state: is of model {s.config.identity}, expected {self.config.identity}")
-            if len(states) > 1 and any(s is other for other in states[:i]):
+            if id(s) in seen:
                 raise ValueError(f"state: states[{i}] is in the list twice")
+            seen.add(id(s))
             if s.state_dtype != states[0].state_dtype:
                 raise ValueError(f"state: states[{i}] is {s.state_dtype}, states[0] {states[0].state_dtype}; one call "
                                  "takes states of one dtype")
@@ -180,7 +193,7 @@ class KDALayer:
     @staticmethod
     def _valid(lengths: Any, padding_side: str, B: int, T: int) -> list[tuple[int, int]]:
         """First and last valid token of each row."""
-        if padding_side not in ("right", "left"):
+        if padding_side not in _SIDES:
             raise ValueError(f"padding_side: expected 'right' or 'left', got {padding_side!r}")
         if lengths is None:
             return [(0, T)] * B
@@ -194,8 +207,8 @@ class KDALayer:
     def _passes(self, rows: Sequence[Row], spans: Sequence[tuple[int, int]]) -> list[list[_Piece]]:
         """The call as passes of at most PASS tokens, each a set of pieces of one kind, one to a row.
 
-        Pieces of a row run in order, and a chunked row is cut only at whole blocks from its start, where the cut
-        leaves no trace.
+        Weights are read once for a pass, and its projections stay near. Pieces of a row run in order, and a row is
+        cut only at whole units from its start, where the cut leaves no trace.
         """
         passes: list[list[_Piece]] = []
         for chunked in (False, True):
@@ -209,12 +222,12 @@ class KDALayer:
                     call = Call(self._replay, T, start) if logged else None
                     at = start
                     while at < end:
-                        if room < min(end - at, _core.BLOCK) or b in present:
+                        if room < min(end - at, row.unit) or b in present:
                             passes.append([])
                             room, present = PASS, set()
                         n = min(end - at, room)
-                        if n < end - at and chunked:
-                            n -= n % _core.BLOCK
+                        if n < end - at:
+                            n -= n % row.unit
                         begins = (start, end, logged) if at == start else None
                         passes[-1].append(_Piece(row, b, first + at, n, chunked, begins, call))
                         room, at = room - n, at + n
@@ -316,8 +329,11 @@ class KDALayer:
         fused = self._fused(np.empty(v.shape, np.float32), q, k, v,
                             g[:tokens].reshape(1, tokens, c.num_v_heads, c.head_dim),
                             joint[None, :tokens, cut[3]:cut[4]], None)
-        fused.run((source,), (target,), np.array([0, tokens]),
-                  call.offset > 0 or call.offset + tokens > self.recurrent_max)
+        chunked = call.offset > 0 or call.offset + tokens > self.recurrent_max
+        step = tokens if source[0].dtype == np.float32 else PASS  # bfloat16 is rounded where the call did it
+        for start in range(0, tokens, step):
+            fused.run((source,), (target,), np.array([start, min(start + step, tokens)]), chunked)
+            source = target
 
     def _borrow(self, tokens: int) -> _Scratch:
         """Scratch for a pass; the caller gives it back."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import mmap
 import os
+import reprlib
 import secrets
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,17 +120,21 @@ class Session:
         """Write the states, without what a rollback needs, as safetensors with metadata and a SHA-256 over every byte.
 
         The file is written beside `path` and renamed onto it, so that a crash at any moment leaves the old file or
-        the new one. Raises OSError where it cannot be written (the old file is untouched), RuntimeError between two
-        layers of a forward pass.
+        the new one, with the permissions of the old one. A symbolic link is followed. Raises OSError where it cannot
+        be written (the old file is untouched), RuntimeError between two layers of a forward pass.
         """
-        path = Path(path)
+        path = Path(os.path.realpath(Path(path)))
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         with exclusive(*self.layers):
             arrays = {name: array for i, layer in enumerate(self.layers) for name, array in _tensors(i, layer).items()}
             head = _header(self, self.positions.tolist())
             digest = hashlib.sha256()
-            beside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
+            beside = path.with_name(f".{path.name[:40]}.{os.getpid()}-{secrets.token_hex(4)}.part")
             try:
                 with open(beside, "xb") as file:
+                    with contextlib.suppress(FileNotFoundError):
+                        shutil.copymode(path, beside)
                     digest.update(head)
                     file.write(head)
                     for array in arrays.values():
@@ -172,18 +180,19 @@ class Session:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise refuse("its header is not that of a saved session") from error
         if kind != _FORMAT or version != _VERSION:
-            raise refuse(f"expected format {_FORMAT} of version {_VERSION}, got {kind} of version {version}")
+            raise refuse(f"expected format {_FORMAT!r} of version {_VERSION!r}, got {_short(kind)} of version "
+                         f"{_short(version)}")
         wanted = _about(config, about.get("state_dtype"), about.get("batch"), about.get("positions"))
         for key, value in wanted.items():
             if about.get(key) != value:
-                raise refuse(f"{key}: expected {value!r}, got {about.get(key)!r}")
+                raise refuse(f"{key}: expected {_short(value)}, got {_short(about.get(key))}")
         try:
             batch, positions = int(about["batch"]), json.loads(about["positions"])
-            if len(positions) != batch or any(type(p) is not int or p < 0 for p in positions):
+            if len(positions) != batch or any(type(p) is not int or not 0 <= p < 1 << 63 for p in positions):
                 raise ValueError("positions")
             session = cls.__new__(cls)
             promised = _size(config, batch, about["state_dtype"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise refuse(f"bad batch, positions or state_dtype in its metadata: {error}") from error
         if size != 8 + length + promised:
             raise refuse(f"expected {8 + length + promised} bytes, got {size}: "
@@ -191,7 +200,7 @@ class Session:
         session._hold(config, [KDAState(config, batch, rollback_window, about["state_dtype"])
                                for _ in config.kda_layers])
         expected = _header(session, positions)
-        if head.replace(str(digest).encode(), _BLANK, 1) != expected:
+        if head.replace(str(digest).encode(errors="replace"), _BLANK, 1) != expected:
             raise refuse("its header was altered: tensors, shapes or metadata are not those of such a session")
         whole = hashlib.sha256(expected)
         at = 8 + length
@@ -209,6 +218,11 @@ class Session:
 
 
 _BLANK = b"0" * 64  # where the checksum will stand, while it is computed
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
+_short = _SHORT.repr  # of what a hostile header says
 
 
 def _refuser(path: str | os.PathLike[str]) -> Callable[[str], ValueError]:

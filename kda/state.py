@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from kda import _core
 from kda.config import KDAConfig
 from kda.ops import Array, aligned_empty
 
+PASS = 128  # tokens of a row between two roundings of a bfloat16 S, counted from the start of its call
 STATE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 Pair = tuple[Array, Array]  # S [HV, K, V] and histories [(W - 1) * (2 H K + HV V)], as the core takes them
@@ -67,10 +69,12 @@ class Snapshot:
 class Row:
     """One sequence of a state, for the layer: where its buffers are and how to go back."""
 
-    __slots__ = ("depth", "pairs", "position", "slot", "snapshots", "window")
+    __slots__ = ("depth", "pairs", "position", "slot", "snapshots", "unit", "window")
 
     def __init__(self, pairs: list[Pair], window: int) -> None:
         self.pairs, self.window = pairs, window
+        # a call may be cut after any number of these without a trace
+        self.unit = _core.BLOCK if pairs[0][0].dtype == np.float32 else PASS
         self.clear()
 
     def clear(self) -> None:
@@ -93,14 +97,14 @@ class Row:
     def spans(self, tokens: int, recurrent_max: int) -> list[tuple[int, int, bool]]:
         """A call of `tokens` as (start, end, whether to log it).
 
-        A long call is logged from the last whole block that the window cannot reach behind, where a chunked call
-        may be cut without a trace; one that could end, after a rollback, within recurrent_max is logged whole.
+        A long call is logged from the last whole unit that the window cannot reach behind; one that could end, after
+        a rollback, within recurrent_max is logged whole.
         """
         if not self.window:
             return [(0, tokens, False)]
         if tokens - self.window <= recurrent_max:
             return [(0, tokens, True)]
-        cut = (tokens - self.window) // _core.BLOCK * _core.BLOCK
+        cut = (tokens - self.window) // self.unit * self.unit
         return [(0, cut, False), (cut, tokens, True)] if cut else [(0, tokens, True)]
 
     def begin(self, start: int, end: int, logged: bool) -> None:
@@ -113,6 +117,8 @@ class Row:
         since = self.position - self.snapshots[-1].position if self.snapshots else self.window
         if since + end - start > self.window:
             self.snapshots = [*self.snapshots[-1:], Snapshot(self.slot, self.position, [])]
+            # as far as the older one is; the call makes up for it, unless it fails before it gets anywhere
+            self.depth = min(self.depth, self.position - self.snapshots[0].position)
 
     def advance(self, slot: int, tokens: int, call: Call | None) -> None:
         """After a pass that wrote buffer `slot`."""
@@ -163,9 +169,10 @@ class KDAState:
 
     config : KDAConfig. batch : sequences, each a row. rollback_window : how many of a row's last tokens `rollback` can
     drop; above 0 the state takes three times the memory, and about 4 bytes x (3 H K + HV (K + V)) a token of the
-    window. state_dtype : "float32", or "bfloat16": S is rounded to nearest even at the end of every call and takes
-    half the memory; all arithmetic stays float32 (a layer decoding token by token drifts by under 1 % of
-    the outputs, relative RMS, and no further over thousands of tokens). The histories are float32 either way.
+    window. state_dtype : "float32", or "bfloat16": S takes half the memory and is rounded to nearest even at the
+    end of every call, and every 128 tokens of a longer one; all arithmetic stays float32 (a layer decoding token by
+    token drifts by under 1 % of the outputs, relative RMS, and no further over thousands of tokens). The histories
+    are float32 either way.
 
     A state serves one call at a time: a second thread gets a RuntimeError, not a race.
     """
@@ -180,7 +187,7 @@ class KDAState:
         self.state_dtype = state_dtype
         self.lock = _Lock(self)  # for the layer and the session
         HV, K, V = config.num_v_heads, config.head_dim, config.v_head_dim
-        self._sizes = [(config.conv_size - 1) * D for D in (config.num_heads * K, config.num_heads * K, HV * V)]
+        self._sizes = [(config.conv_size - 1) * self._channels(i) for i in range(3)]
         slots = 3 if self.rollback_window else 1
         bits = np.dtype(np.float32 if state_dtype == "float32" else np.uint16)
         self._s = [_zeros((self.batch, HV, K, V), bits) for _ in range(slots)]
@@ -246,8 +253,11 @@ class KDAState:
         return self.copy()
 
     def select(self, rows: Sequence[int]) -> KDAState:
-        """A new state whose rows are copies of these rows, any of them once, more than once, or not at all."""
-        index = [range(self.batch)[i] for i in rows]
+        """A new state whose rows are copies of these rows, any of them once, more than once, or not at all. Raises
+        IndexError for others, and for none."""
+        index = [operator.index(i) for i in rows]
+        if not index or not all(-self.batch <= i < self.batch for i in index):
+            raise IndexError(f"rows: expected one or more of the rows 0 to {self.batch - 1}, got {index}")
         with self.lock:
             other = KDAState(self.config, len(index), self.rollback_window, self.state_dtype)
             for i, row in zip(index, other.rows, strict=True):
@@ -291,23 +301,25 @@ class KDAState:
     def assign(self, recurrent: Array, conv_q: Array, conv_k: Array, conv_v: Array,
              positions: int | Sequence[int] | NDArray[np.integer[Any]]) -> None:
         """Copy in a state from elsewhere: arrays shaped as the properties of those names (conv states W columns wide
-        are taken too: the first is never read), any float dtype, and how many tokens they stand for.
+        are taken too: the first is never read), any float dtype, and how many tokens they stand for. They may be
+        views of this state.
 
-        Raises ValueError for other shapes; then nothing has changed.
+        Raises ValueError for other shapes and TypeError for other dtypes; then nothing has changed.
         """
         given = [("recurrent", recurrent, self._s[0].shape)]
         W = self.config.conv_size
-        for name, x, size in zip(("conv_q", "conv_k", "conv_v"), (conv_q, conv_k, conv_v), self._sizes, strict=True):
-            D = size // (W - 1) if W > 1 else np.shape(x)[1] if np.ndim(x) == 3 else 0
-            given.append((name, x, (self.batch, D, W - 1)))
+        for i, (name, x) in enumerate((("conv_q", conv_q), ("conv_k", conv_k), ("conv_v", conv_v))):
+            given.append((name, x, (self.batch, self._channels(i), W - 1)))
         arrays = []
         for name, x, shape in given:
             x = np.asarray(x)
+            if x.dtype.kind != "f" and x.dtype != STATE_DTYPES["bfloat16"]:
+                raise TypeError(f"{name}: expected floats {list(shape)}, got {x.dtype} {list(x.shape)}")
             if name != "recurrent" and x.shape == (*shape[:2], W):
                 x = x[:, :, 1:]
             if x.shape != shape:
                 raise ValueError(f"{name}: expected {list(shape)}, got {list(x.shape)}")
-            arrays.append(x)
+            arrays.append(x.copy())
         counts = np.asarray(positions)
         if counts.dtype.kind not in "iu" or counts.shape not in ((), (self.batch,)) or (counts < 0).any():
             raise ValueError(f"positions: expected an int >= 0 or [{self.batch}] of them, got {positions!r}")
@@ -362,9 +374,12 @@ class KDAState:
     def _taps(self, which: int, slot: int) -> NDArray[np.float32]:
         """[B, W - 1, D] of one convolution."""
         start, size, past = sum(self._sizes[:which]), self._sizes[which], self.config.conv_size - 1
-        D = (self.config.num_heads * self.config.head_dim if which < 2
-             else self.config.num_v_heads * self.config.v_head_dim)
-        return self._h[slot][:, start:start + size].reshape(self.batch, past, D)
+        return self._h[slot][:, start:start + size].reshape(self.batch, past, self._channels(which))
+
+    def _channels(self, which: int) -> int:
+        """D of one convolution."""
+        c = self.config
+        return c.num_heads * c.head_dim if which < 2 else c.num_v_heads * c.v_head_dim
 
     def _history(self, which: int) -> Array:
         return self._shown(self._taps(which, self._common_slot()).transpose(0, 2, 1))

@@ -99,7 +99,8 @@ def read_safetensors(path: str | os.PathLike[str], prefix: str) -> dict[str, Arr
     """The tensors whose names start with `prefix`: from one file, from a *.index.json and its shards, or from a
     directory that holds model.safetensors.index.json or model.safetensors.
 
-    Raises FileNotFoundError, and ValueError for files that are no safetensors or lack a tensor the index promises.
+    Raises FileNotFoundError, ValueError for files that are no safetensors or lack a tensor the index promises, and
+    TypeError for dtypes that numpy does not have.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -120,17 +121,26 @@ def read_safetensors(path: str | os.PathLike[str], prefix: str) -> dict[str, Arr
                     wanted = shards.setdefault(path.parent / file, [])
                     assert wanted is not None
                     wanted.append(name)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}: is no index of safetensors (weight_map of names to files): {error}") from error
     tensors = {}
     for file, wanted in shards.items():
-        if not file.exists():
+        if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file, though {path.name} names it")
         try:
             with safe_open(file, framework="numpy") as opened:
                 for name in opened.keys() if wanted is None else wanted:
                     if name.startswith(prefix):
-                        tensors[name] = opened.get_tensor(name)
+                        tensors[name] = _read(opened, file, name)
         except SafetensorError as error:
             raise ValueError(f"{file}: is not a complete safetensors file, or lacks a tensor: {error}") from error
     return tensors
+
+
+def _read(opened: Any, file: Path, name: str) -> Array:
+    try:
+        tensor: Array = opened.get_tensor(name)
+    except (AttributeError, TypeError, KeyError) as error:  # float8 and smaller
+        raise TypeError(f"{file}: {name}: expected float32, float16 or bfloat16, got "
+                        f"{opened.get_slice(name).get_dtype()}; convert the checkpoint first") from error
+    return tensor

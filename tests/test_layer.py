@@ -11,6 +11,7 @@ from helpers import relative_error, same_bits
 from plain_layer import CONFIGS, GVA, K3, KIMI, NO_HISTORY, TINY, plain_layer, seeded
 
 import kda
+import kda.layer as layer_module
 from kda import KDAConfig, KDALayer, KDAState
 from kda.weights import tensor_shapes
 
@@ -311,6 +312,43 @@ def test_rows_go_back_alone(isa):
     assert same_state(state, forked)
 
 
+@pytest.mark.parametrize("sizes", [[5, 2, 1, 1, 3], [4], [1] * 12])
+def test_a_call_that_fails_leaves_a_state_that_goes_back(sizes, monkeypatch):
+    """As one does that runs out of memory: what can still be dropped is dropped to the bit, and the state goes on."""
+    layer = KDALayer.from_tensors(TINY, seeded(TINY))
+    x = inputs(TINY, 1, 20)
+
+    class Failing:
+        def run(self, *arguments):
+            raise MemoryError
+
+    def failing_views(scratch, n):
+        views = layer_module._Views(layer, scratch, n)
+        views.fused = Failing()
+        return views
+
+    for failures in (1, 2, 3):
+        state = layer.new_state(rollback_window=6)
+        steps_of(layer, state, x, sizes)
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "_views", failing_views)
+            for n in (7, 5, 130)[:failures]:
+                with pytest.raises(MemoryError):
+                    layer(inputs(TINY, 1, n), state)
+        end, most = sum(sizes), state.rows[0].depth
+        for n in range(most + 1):
+            back, twin = state.copy(), layer.new_state()
+            back.rollback(n)
+            left = end - n
+            for size in sizes:
+                layer(x[:, twin.position:twin.position + min(size, left)], twin)
+                left -= min(size, left)
+            assert same_state(back, twin)
+        layer(x[:, end:end + 2], state)
+        state.rollback(2)
+        assert state.position == end
+
+
 def test_no_further_than_the_window():
     layer = KDALayer.from_tensors(TINY, seeded(TINY))
     state = layer.new_state(batch=2, rollback_window=4)
@@ -384,7 +422,24 @@ def test_assign_takes_a_state_from_elsewhere():
         twin.rollback(1)
     with pytest.raises(ValueError, match=r"conv_k: expected \[2, 32, 3\], got \[2, 31, 3\]"):
         twin.assign(state.recurrent, state.conv_q, state.conv_k[:, 1:], state.conv_v, 5)
+    for bad in (np.full((2, 2, 16, 16), "x", object), np.zeros((2, 2, 16, 16), complex), None):
+        with pytest.raises(TypeError, match=r"recurrent: expected floats \[2, 2, 16, 16\], got "):
+            twin.assign(bad, state.conv_q, state.conv_k, state.conv_v, 5)
     assert same_state(twin, state)
+    with pytest.raises(ValueError, match=r"conv_q: expected \[1, 16, 0\], got \[1, 5, 0\]"):
+        KDAState(NO_HISTORY).assign(np.zeros((1, 2, 8, 8)), *[np.zeros((1, 5, 0))] * 3, 0)
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_assign_takes_views_of_the_state_itself(window):
+    """Rows in another order, at another position: nothing is read after it was overwritten."""
+    layer = KDALayer.from_tensors(TINY, seeded(TINY))
+    state = layer.new_state(batch=2, rollback_window=window)
+    layer(inputs(TINY, 2, 5), state)
+    want = state.select([1, 0])
+    state.assign(state.recurrent[::-1], state.conv_q[::-1], state.conv_k[::-1], state.conv_v[::-1], 5)
+    assert state.recurrent.any()
+    assert same_state(state, want)
 
 
 def test_copies_are_apart_and_go_on_alike():
@@ -405,8 +460,9 @@ def test_copies_are_apart_and_go_on_alike():
     swapped = other.select([1, 0, 1])
     assert same_bits(swapped.recurrent, other.recurrent[[1, 0, 1]])
     assert swapped.batch == 3
-    with pytest.raises(IndexError):
-        state.select([2])
+    for rows in ([2], [-4], []):
+        with pytest.raises(IndexError, match=r"rows: expected one or more of the rows 0 to 1, got "):
+            state.select(rows)
 
 
 def test_reset():
@@ -439,6 +495,26 @@ def test_bfloat16_states_drift_as_documented(isa):
     rolled.rollback(4)
     steps_of(layer, twin, x, [1] * 5)
     assert same_bits(np.array(rolled.recurrent), np.array(twin.recurrent))
+
+
+@pytest.mark.parametrize("recurrent_max", [64, 1000])
+def test_bfloat16_rows_equal_their_solo_runs_and_go_back(isa, recurrent_max):
+    """Where S is rounded depends on the row's own call: not on its neighbours, nor on how a rollback takes it again."""
+    layer = KDALayer.from_tensors(TINY, seeded(TINY), isa=isa, recurrent_max=recurrent_max)
+    for lengths in ([50, 50, 50], [100, 1, 60, 300], [127, 129, 257]):
+        B, T = len(lengths), max(lengths)
+        x = inputs(TINY, B, T)
+        state = layer.new_state(B, rollback_window=150, state_dtype="bfloat16")
+        y = layer(x, state, lengths)
+        back = [min(n, 140) for n in lengths]
+        before = state.copy()
+        state.rollback(back)
+        for b, n in enumerate(lengths):
+            for left, got in ((n, before), (n - back[b], state)):
+                solo = layer.new_state(state_dtype="bfloat16")
+                want = layer(x[b:b + 1, :left], solo)
+                assert same_state(got.select([b]), solo), (lengths, b, left)
+                assert left < n or same_bits(y[b:b + 1, :n], want)
 
 
 def test_one_state_serves_one_call_at_a_time():
@@ -517,6 +593,9 @@ def test_bad_calls_change_nothing():
         (ValueError, r"x: expected \[B >= 1, T, 48\], got \[2, 4, 47\]", (x[:, :, :47], state)),
         (ValueError, "state: 2 rows, expected one for each of the 1 rows of x", (x[:1], state)),
         (TypeError, "state: expected a KDAState or a sequence of them, got ndarray", (x, [state.recurrent])),
+        (TypeError, "state: expected a KDAState or a sequence of them, got NoneType", (x, None)),
+        (ValueError, "padding_side: expected 'right' or 'left', got 'middle'",
+         (x[:1], layer.new_state(), None, "middle")),
         (ValueError, "state: is of model kimi_k3-", (x[:1], other)),
         (ValueError, r"states\[1\] is in the list twice", (np.concatenate([x, x]), [state, state])),
         (ValueError, r"states\[1\] is bfloat16, states\[0\] float32",
@@ -572,6 +651,32 @@ def test_wrong_tensors_are_all_named():
         KDALayer.from_tensors(TINY, seeded(TINY), prefix="other.")
     with pytest.raises(ValueError, match="recurrent_max: expected an int >= 0, got -1"):
         KDALayer.from_tensors(TINY, seeded(TINY), recurrent_max=-1)
+    infinite = seeded(TINY)
+    infinite[PREFIX + "b_proj.weight"][1, 3] = np.inf
+    with pytest.raises(ValueError, match=r"b_proj.weight: w: row 1, group 0 .* expected finite weights"):
+        KDALayer.from_tensors(TINY, infinite, weight_format="q8g")
+    nine = KDAConfig("kimi_linear", 48, 3, (0, 2), 2, 2, 16, 16, 9)
+    with pytest.raises(ValueError, match="config: conv_size: expected 1 to 8, got 9"):
+        KDALayer.from_tensors(nine, seeded(nine))
+
+
+@pytest.mark.parametrize("config", [TINY, NO_HISTORY], ids=["W4", "W1"])
+@pytest.mark.parametrize("weight_format", ["f32", "q8g"])
+def test_tensors_are_not_kept(config, weight_format):
+    """Whatever their form: read-only, of the other byte order, in any strides; and written to afterwards."""
+    x = inputs(config, 1, 3)
+    tensors = seeded(config)
+    layer = KDALayer.from_tensors(config, tensors, weight_format=weight_format)
+    want = layer(x, layer.new_state())
+    for form in (lambda w: w.astype(">f4"), lambda w: np.repeat(w, 2, axis=-1)[..., ::2], lambda w: np.array(w, order="F")):
+        odd = {name: form(w) for name, w in tensors.items()}
+        for w in odd.values():
+            w.flags.writeable = False
+        other = KDALayer.from_tensors(config, odd, weight_format=weight_format)
+        assert same_bits(other(x, other.new_state()), want)
+    for w in tensors.values():
+        w[...] = 7
+    assert same_bits(layer(x, layer.new_state()), want)
 
 
 def test_forms_that_checkpoints_have():
@@ -652,9 +757,16 @@ def test_from_safetensors(tmp_path):
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"cut.safetensors: is not a complete safetensors file"):
         run(tmp_path / "cut.safetensors")
-    (tmp_path / "bad.json").write_text("[]")
-    with pytest.raises(ValueError, match="is no index of safetensors"):
+    for text in ("[]", "[" * 200000, '{"weight_map": {"%sA_log": 5}}' % PREFIX):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match="bad.json: is no index of safetensors"):
+            run(tmp_path / "bad.json")
+    (tmp_path / "bad.json").write_text(json.dumps({"weight_map": {PREFIX + "A_log": "shards"}}))
+    with pytest.raises(FileNotFoundError, match="shards: no such file, though bad.json names it"):
         run(tmp_path / "bad.json")
+    save_file({PREFIX + "A_log": np.zeros(2, ml_dtypes.float8_e4m3fn)}, tmp_path / "float8.safetensors")
+    with pytest.raises(TypeError, match=r"float8.safetensors: .*A_log: expected float32, .*, got F8_E4M3"):
+        run(tmp_path / "float8.safetensors")
 
 
 def test_tensor_names_are_the_checkpoints():

@@ -1,6 +1,7 @@
 """Session: all layers together, saved, loaded, forked, rewound; files that are refused, and crashes."""
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -178,9 +179,10 @@ def test_other_metadata_is_refused_with_its_reason(saved, tmp_path):
 
     (tmp_path / "same").write_bytes(rewritten(good, lambda about, table: None))
     assert Session.load(tmp_path / "same", TINY).position == 9
-    refused(lambda about, table: about.update(version="2"), "expected format kda-session of version 1, got kda-session "
-                                                            "of version 2")
-    refused(lambda about, table: about.update(format="x"), "got x of version 1")
+    refused(lambda about, table: about.update(version="2"), "expected format 'kda-session' of version '1', got "
+                                                            "'kda-session' of version '2'")
+    refused(lambda about, table: about.update(format="x"), "got 'x' of version '1'")
+    refused(lambda about, table: about.update(format="\ud800" + "x" * 1000), r"got '\\ud800x{20,60}\.\.\.x{20,60}' of")
     refused(lambda about, table: about.update(gate="bounded -5.0"), "gate: expected 'softplus', got 'bounded -5.0'")
     refused(lambda about, table: about.update(layout="V first"), "layout: expected ")
     refused(lambda about, table: about.update(batch="2"), "positions")
@@ -188,12 +190,18 @@ def test_other_metadata_is_refused_with_its_reason(saved, tmp_path):
     refused(lambda about, table: about.update(batch="1000000000000"), "bad batch|expected .* bytes")
     refused(lambda about, table: about.update(positions="[-1]"), "bad batch, positions")
     refused(lambda about, table: about.update(positions="[1, 2]"), "bad batch, positions")
+    refused(lambda about, table: about.update(positions=f"[{1 << 63}]"), "bad batch, positions")
+    refused(lambda about, table: about.update(positions="[" * 200000), "bad batch, positions")
+    refused(lambda about, table: about.update(batch=float("inf")), "bad batch, positions")
     refused(lambda about, table: about.update(state_dtype="float16"), "bad batch, positions or state_dtype")
     refused(lambda about, table: about.update(state_dtype="bfloat16"), "expected .* bytes")
     refused(lambda about, table: about.update(extra="1"), "its header was altered")
     refused(lambda about, table: table["layers.0.recurrent"].update(shape=[1, 2, 16, 15]), "its header was altered")
     refused(lambda about, table: table.update(more={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}),
             "its header was altered")
+    (tmp_path / "bad").write_bytes(re.sub(rb'"sha256":"[0-9a-f]{6}', rb'"sha256":"\\ud800', good))
+    with pytest.raises(ValueError, match="refused: its header was altered"):
+        Session.load(tmp_path / "bad", TINY)
 
 
 def test_another_model_is_refused(saved):
@@ -236,6 +244,30 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     with pytest.raises(FileNotFoundError, match="no folder"):
         session.save(tmp_path / "no folder" / "s")
     assert session.position == 2
+
+
+@pytest.mark.skipif(os.name == "nt", reason="names, links and modes of POSIX")
+def test_names_links_and_permissions(tmp_path):
+    """Any name that the system takes; a link is followed; a private file stays private; a directory is no file."""
+    session = Session(TINY)
+    for name in ("n" * 250, "\N{LATIN SMALL LETTER E WITH ACUTE}" * 120, "a b\n.safetensors", ".hidden"):
+        session.save(tmp_path / name)
+        assert Session.load(tmp_path / name, TINY).position == 0
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder / "target")
+    session.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert os.listdir(folder) == ["target"]
+    (folder / "target").chmod(0o600)
+    forward(session, inputs(TINY, 1, 2))
+    session.save(folder / "target")
+    assert (folder / "target").stat().st_mode & 0o777 == 0o600
+    assert Session.load(tmp_path / "link", TINY).position == 2
+    for path in (folder, ".", "/"):
+        with pytest.raises(IsADirectoryError, match="Is a directory"):
+            session.save(path)
+    assert os.listdir(folder) == ["target"]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
