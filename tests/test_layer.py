@@ -668,7 +668,8 @@ def test_tensors_are_not_kept(config, weight_format):
     tensors = seeded(config)
     layer = KDALayer.from_tensors(config, tensors, weight_format=weight_format)
     want = layer(x, layer.new_state())
-    for form in (lambda w: w.astype(">f4"), lambda w: np.repeat(w, 2, axis=-1)[..., ::2], lambda w: np.array(w, order="F")):
+    for form in (lambda w: w.astype(">f4"), lambda w: np.repeat(w, 2, axis=-1)[..., ::2],
+                 lambda w: np.array(w, order="F")):
         odd = {name: form(w) for name, w in tensors.items()}
         for w in odd.values():
             w.flags.writeable = False
@@ -757,12 +758,12 @@ def test_from_safetensors(tmp_path):
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"cut.safetensors: is not a complete safetensors file"):
         run(tmp_path / "cut.safetensors")
-    for text in ("[]", "[" * 200000, '{"weight_map": {"%sA_log": 5}}' % PREFIX):
+    for text in ("[]", "[" * 200000, json.dumps({"weight_map": {PREFIX + "A_log": 5}})):
         (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(ValueError, match="bad.json: is no index of safetensors"):
+        with pytest.raises(ValueError, match=r"bad.json: is no index of safetensors"):
             run(tmp_path / "bad.json")
     (tmp_path / "bad.json").write_text(json.dumps({"weight_map": {PREFIX + "A_log": "shards"}}))
-    with pytest.raises(FileNotFoundError, match="shards: no such file, though bad.json names it"):
+    with pytest.raises(FileNotFoundError, match=r"shards: no such file, though bad.json names it"):
         run(tmp_path / "bad.json")
     save_file({PREFIX + "A_log": np.zeros(2, ml_dtypes.float8_e4m3fn)}, tmp_path / "float8.safetensors")
     with pytest.raises(TypeError, match=r"float8.safetensors: .*A_log: expected float32, .*, got F8_E4M3"):

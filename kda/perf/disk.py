@@ -148,8 +148,8 @@ def opened(path: Path) -> Iterator[tuple[int, str]]:
 
 def read_records(descriptor: int, record_bytes: int, offsets: Sequence[int], queue_depth: int, seconds: float,
                  most: int | None = None) -> tuple[list[float], float]:
-    """(seconds of each read, seconds of all): records at `offsets`, again from the first, for about `seconds`, but
-    not more than `most`.
+    """(seconds of each read, seconds of all): records at `offsets`, again from the first, for about `seconds`, one
+    in each thread at least, but not more than `most`.
 
     queue_depth threads each read the next record into an aligned buffer of their own. Raises OSError for a short
     read.
@@ -161,7 +161,7 @@ def read_records(descriptor: int, record_bytes: int, offsets: Sequence[int], que
         taken = []
         with mmap.mmap(-1, record_bytes) as buffer:  # page-aligned
             buffer[::mmap.PAGESIZE] = bytes(len(range(0, record_bytes, mmap.PAGESIZE)))  # in memory from the start
-            while (now := perf_counter()) < end:
+            while (now := perf_counter()) < end or not taken:
                 turn = next(turns)
                 if most is not None and turn >= most:
                     break
