@@ -329,7 +329,7 @@ class KDALayer:
         fused = self._fused(np.empty(v.shape, np.float32), q, k, v,
                             g[:tokens].reshape(1, tokens, c.num_v_heads, c.head_dim),
                             joint[None, :tokens, cut[3]:cut[4]], None)
-        chunked = call.offset > 0 or call.offset + tokens > self.recurrent_max
+        chunked = call.offset + tokens > self.recurrent_max
         step = tokens if source[0].dtype == np.float32 else PASS  # bfloat16 is rounded where the call did it
         for start in range(0, tokens, step):
             fused.run((source,), (target,), np.array([start, min(start + step, tokens)]), chunked)

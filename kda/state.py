@@ -97,14 +97,14 @@ class Row:
     def spans(self, tokens: int, recurrent_max: int) -> list[tuple[int, int, bool]]:
         """A call of `tokens` as (start, end, whether to log it).
 
-        A long call is logged from the last whole unit that the window cannot reach behind; one that could end, after
-        a rollback, within recurrent_max is logged whole.
+        A long call is logged from the last whole unit that the window cannot reach behind; one that is over
+        recurrent_max and, after a rollback, might not have been, is logged whole.
         """
         if not self.window:
             return [(0, tokens, False)]
-        if tokens - self.window <= recurrent_max:
+        if tokens - self.window <= recurrent_max < tokens:
             return [(0, tokens, True)]
-        cut = (tokens - self.window) // self.unit * self.unit
+        cut = max(0, tokens - self.window) // self.unit * self.unit
         return [(0, cut, False), (cut, tokens, True)] if cut else [(0, tokens, True)]
 
     def begin(self, start: int, end: int, logged: bool) -> None:
@@ -255,13 +255,17 @@ class KDAState:
     def select(self, rows: Sequence[int]) -> KDAState:
         """A new state whose rows are copies of these rows, any of them once, more than once, or not at all. Raises
         IndexError for others, and for none."""
+        with self.lock:
+            return self.selected(rows)
+
+    def selected(self, rows: Sequence[int]) -> KDAState:
+        """select for a caller who holds the lock."""
         index = [operator.index(i) for i in rows]
         if not index or not all(-self.batch <= i < self.batch for i in index):
             raise IndexError(f"rows: expected one or more of the rows 0 to {self.batch - 1}, got {index}")
-        with self.lock:
-            other = KDAState(self.config, len(index), self.rollback_window, self.state_dtype)
-            for i, row in zip(index, other.rows, strict=True):
-                self.rows[i].copy_to(row)
+        other = KDAState(self.config, len(index), self.rollback_window, self.state_dtype)
+        for i, row in zip(index, other.rows, strict=True):
+            self.rows[i].copy_to(row)
         return other
 
     def reset(self) -> None:

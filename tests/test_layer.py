@@ -390,6 +390,21 @@ def test_a_window_costs_snapshots_not_copies():
     assert 8 * token <= most <= 17 * token
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_a_long_recurrent_call_keeps_a_window_of_tokens(state_dtype):
+    """recurrent_max may be large: what is kept does not grow with it."""
+    layer = KDALayer.from_tensors(TINY, seeded(TINY), recurrent_max=10**9)
+    state, twin = (layer.new_state(rollback_window=w, state_dtype=state_dtype) for w in (8, 0))
+    buffers = state.nbytes
+    x = inputs(TINY, 1, 900)
+    layer(x, state)
+    unit = 16 if state_dtype == "float32" else 128
+    assert state.nbytes - buffers <= (8 + unit) * 4 * (3 * 32 + 2 + 32)
+    state.rollback(8)
+    layer(x[:, :892], twin)
+    assert same_state(state, twin)
+
+
 # ---- states ----
 
 def test_views_are_the_state():
