@@ -162,8 +162,11 @@ class KDALayer:
             rows = [row for s in states for row in s.rows]
             spans = self._valid(lengths, padding_side, B, T)
             y = np.zeros(x.shape, x.dtype)
-            for passes in self._passes(rows, spans):
-                self._run(x, y, passes)
+            passes = self._passes(rows, spans)
+            if len(passes) > 1 and any(s.holds(x) for s in states):  # before the first pass overwrites it
+                x = x.copy()
+            for pieces in passes:
+                self._run(x, y, pieces)
         return y
 
     def _checked(self, x: Any, states: tuple[Any, ...]) -> Array:

@@ -346,6 +346,10 @@ class KDAState:
         q, k, v = (self._taps(i, slot).transpose(0, 2, 1) for i in range(3))
         return self._s[slot], q, k, v
 
+    def holds(self, x: Array) -> bool:
+        """Whether x may lie in the buffers."""
+        return any(np.may_share_memory(x, a) for a in (*self._s, *self._h))
+
     def clear(self) -> None:
         """reset for a caller who holds the lock."""
         self._s[0][...] = 0
