@@ -162,8 +162,11 @@ class KDALayer:
             rows = [row for s in states for row in s.rows]
             spans = self._valid(lengths, padding_side, B, T)
             y = np.zeros(x.shape, x.dtype)
-            for passes in self._passes(rows, spans):
-                self._run(x, y, passes)
+            passes = self._passes(rows, spans)
+            if len(passes) > 1 and any(s.holds(x) for s in states):  # before the first pass overwrites it
+                x = x.copy()
+            for pieces in passes:
+                self._run(x, y, pieces)
         return y
 
     def _checked(self, x: Any, states: tuple[Any, ...]) -> Array:
@@ -329,7 +332,7 @@ class KDALayer:
         fused = self._fused(np.empty(v.shape, np.float32), q, k, v,
                             g[:tokens].reshape(1, tokens, c.num_v_heads, c.head_dim),
                             joint[None, :tokens, cut[3]:cut[4]], None)
-        chunked = call.offset > 0 or call.offset + tokens > self.recurrent_max
+        chunked = call.offset + tokens > self.recurrent_max
         step = tokens if source[0].dtype == np.float32 else PASS  # bfloat16 is rounded where the call did it
         for start in range(0, tokens, step):
             fused.run((source,), (target,), np.array([start, min(start + step, tokens)]), chunked)

@@ -88,7 +88,7 @@ class Session:
 
     def fork(self) -> Session:
         """An independent session that goes on as this one would, rollback included."""
-        return Session._of(self.config, [layer.copy() for layer in self.layers])
+        return self.select(range(self.batch))
 
     copy = fork
     __copy__ = fork
@@ -98,7 +98,8 @@ class Session:
 
     def select(self, rows: Sequence[int]) -> Session:
         """A new session whose rows are copies of these rows: the beams that are left, a batch taken apart."""
-        return Session._of(self.config, [layer.select(rows) for layer in self.layers])
+        with exclusive(*self.layers):
+            return Session._of(self.config, [layer.selected(rows) for layer in self.layers])
 
     def reset(self) -> None:
         """Back to zeros and position 0."""

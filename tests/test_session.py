@@ -15,6 +15,7 @@ from plain_layer import GVA, K3, NO_HISTORY, TINY, seeded
 
 import kda
 from kda import KDAConfig, KDALayer, Session
+from kda.state import Row
 
 LAYERS = {}
 
@@ -94,6 +95,26 @@ def test_forks_selections_reset_and_rollback():
     assert same_bits(forward(session.select([1, 1]), x[[1, 1], 5:7]), forward(fork.select([1, 1]), x[[1, 1], 5:7]))
     session.reset()
     assert same_session(session, Session(TINY, batch=2))
+
+
+def test_a_fork_is_of_one_moment(monkeypatch):
+    """No layer goes on in another thread while others are copied: it would be a session of no moment at all."""
+    session = Session(TINY)
+    forward(session, inputs(TINY, 1, 3))
+    copy_to, refused = Row.copy_to, []
+
+    def meanwhile(row, other):
+        for layer, state in zip(layers_of(TINY), session.layers, strict=True):
+            with pytest.raises(RuntimeError, match="in use by another call"):
+                layer(inputs(TINY, 1, 1), state)
+            refused.append(state)
+        copy_to(row, other)
+
+    monkeypatch.setattr(Row, "copy_to", meanwhile)
+    fork = session.fork()
+    assert len(refused) == 4
+    assert same_session(fork, session)
+    assert fork.position == 3
 
 
 def test_rollback_is_all_layers_or_none():
