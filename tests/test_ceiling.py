@@ -115,6 +115,14 @@ def test_every_record_is_read_once_before_any_again(tmp_path, monkeypatch):
     assert len(times) == len(seen)
 
 
+def test_every_thread_reads_at_least_once(tmp_path):
+    (tmp_path / "records").write_bytes(bytes(4096))
+    with (tmp_path / "records").open("rb") as file:
+        times, _ = disk.read_records(file.fileno(), 4096, [0], 3, seconds=0.0)
+        assert len(times) == 3
+        assert len(disk.read_records(file.fileno(), 4096, [0], 3, seconds=9.0, most=7)[0]) == 7
+
+
 def test_memory_is_no_disk():
     if disk.file_system(disk.Path("/dev/shm")) != "tmpfs":
         pytest.skip("no tmpfs at /dev/shm")

@@ -242,7 +242,7 @@ function drawRoofline() {
   mine.filter((c) => c.unit === "GB/s").forEach((c, i) => {
     const knee = top / c.value;
     line(`${c.name}: ${number(c.value)} GB/s`, [range[0], knee], [range[0] * c.value, top], i ? "dot" : "solid");
-    const lx = range[0] * 1.1 * 1.9 ** (places.indexOf(c.name) + 1);
+    const lx = range[0] * 2.3 * 1.8 ** (places.indexOf(c.name) + 1);
     label(`${c.name} ${number(c.value)} GB/s`, lx, lx * c.value, {xanchor: "right", yanchor: "bottom"});
   });
   [[fma, fma && fma.value, "float32 FMA", "GFLOP/s"], [dot, dot && 2 * dot.value, "int8 dot", "Gop/s"]]

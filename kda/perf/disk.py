@@ -158,7 +158,7 @@ def read_records(descriptor: int, record_bytes: int, offsets: Sequence[int], que
 
     def reader() -> list[float]:
         """What one thread does: seconds of each of its reads."""
-        taken = []
+        taken: list[float] = []
         with mmap.mmap(-1, record_bytes) as buffer:  # page-aligned
             buffer[::mmap.PAGESIZE] = bytes(len(range(0, record_bytes, mmap.PAGESIZE)))  # in memory from the start
             while (now := perf_counter()) < end or not taken:
