@@ -13,9 +13,10 @@ import time
 
 import numpy as np
 import pytest
-from common import ISAS, median_ratio, own_ns
+from common import ISAS, counted, median_ratio, own_ns
 
 import kda
+from kda.perf import counts
 
 torch = pytest.importorskip("torch", reason="the extra `hf` is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
@@ -64,8 +65,13 @@ def compared(benchmark, summary, target, what, weight_format, tokens, before, af
 
     benchmark.pedantic(after, setup=setup, rounds=rounds)
     name = f"{what}, {weight_format or 'f32'}"
-    benchmark.extra_info.update(isa=ISAS[0], threads=kda.get_num_threads(), what=name, tokens=tokens, error=error,
-                                torch=torch.__version__, transformers=transformers.__version__)
+    times = 3 if "backward" in what else 1  # a backward pass is twice the forward's products
+    weights = 0 if "delta rule" in what else sum(p.numel() for p in layers(weight_format)[0].parameters())
+    kept = weights * (1 if weight_format else 4) + counts.KIMI_LINEAR_LAYER.state_bytes
+    counted(benchmark, ISAS[0], kda.get_num_threads(), tokens,
+            {"layers": 1, "HV": 32, "K": 128, "weights": weight_format or "f32"},
+            times * tokens * (weights + counts.KIMI_LINEAR_LAYER.mac), kept, kept)
+    benchmark.extra_info.update(what=name, error=error, torch=torch.__version__, transformers=transformers.__version__)
     if benchmark.stats is None:
         return
     own = [ns / tokens for ns in own_ns(benchmark)]
