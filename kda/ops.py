@@ -162,15 +162,26 @@ def _sequences(cu_seqlens: Any, B: int, T: int) -> NDArray[np.int64]:
     return _packed(cu, _I64)
 
 
+_HUGE_PAGE = 2**21
+
+
+def aligned_bytes(size: int) -> NDArray[np.uint8]:
+    """Uninitialised bytes that start on a cache line, or, from 2 MiB on, where a huge page may: numpy asks Linux for
+    those, and gets them for the whole 2 MiB blocks of an array alone, of which one that starts anywhere has fewer or
+    none. On small pages a kernel that streams walks to the next one every 4 KiB, and prefetchers stop at each."""
+    boundary = _HUGE_PAGE if size >= _HUGE_PAGE else 64
+    raw = np.empty(size + boundary, np.uint8)
+    start = -raw.ctypes.data % boundary
+    return raw[start:start + size]
+
+
 def aligned_empty(shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """np.empty in float32 that starts on a cache line: a vector of a state never lies across two (a fifth
-    of a decode step on Zen 3). Small arrays are left to numpy."""
+    """np.empty in float32 on aligned_bytes: a vector of a state never lies across two cache lines (a fifth of a decode
+    step on Zen 3). Small arrays are left to numpy."""
     size = math.prod(shape)
     if size < 16384:
         return np.empty(shape, np.float32)
-    raw = np.empty(size + 16, np.float32)
-    start = -raw.ctypes.data % 64 // 4
-    return raw[start:start + size].reshape(shape)
+    return aligned_bytes(4 * size).view(np.float32).reshape(shape)
 
 
 # ---- operations ----

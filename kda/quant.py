@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kda import _core
-from kda.ops import _BF16, _F16, _F32, _U16, Array, _described, _input, _output, _shape_error
+from kda.ops import _BF16, _F16, _F32, _U16, Array, _described, _input, _output, _shape_error, aligned_bytes
 from kda.runtime import isa_index, isas
 
 _BITS = (8, 4)
@@ -175,16 +175,14 @@ class QuantizedMatrix:
 
     @classmethod
     def _blank(cls, shape: tuple[int, int], bits: int, group_size: int, isa: str | None) -> QuantizedMatrix:
-        """Uninitialised, of the right sizes; the codes start on a cache line."""
+        """Uninitialised, of the right sizes; the codes start as aligned_bytes does."""
         _check_form(bits, group_size)
         row = isa_index(isa)
         lanes = _core.matrix_layout(row)[0]
         tiles, groups = -(-shape[0] // lanes), -(-shape[1] // group_size)
         size = tiles * lanes * groups * group_size * bits // 8
-        raw = np.empty(size + 64, np.uint8)
-        start = -raw.ctypes.data % 64
-        return cls(raw[start:start + size], np.empty(tiles * lanes * groups, np.uint16), shape, bits, group_size,
-                   list(isas())[row])
+        memory = aligned_bytes(size + 2 * tiles * lanes * groups)  # the scales behind the codes
+        return cls(memory[:size], memory[size:].view(np.uint16), shape, bits, group_size, list(isas())[row])
 
     def _chunks(self) -> Iterator[tuple[int, int]]:
         """All rows as ranges [first, last) of whole tiles, of about _CHUNK bytes of codes."""
