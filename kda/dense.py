@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,14 +35,11 @@ class DenseMatrix:
         for part in rows:
             _core.dense_pack(self._row, self._panels, part, self.shape[0], first)
             first += len(part)
-        self._held = _core.Dense(self._row, self._panels, *self.shape)
+        # into(y, x): y [T, N] = x [T, K] times the transpose; rows contiguous, nothing checked but by the core
+        self.into = _core.Dense(self._row, self._panels, *self.shape).multiply
 
     @property
     def nbytes(self) -> int:
         """Bytes of the packed weights."""
         return self._panels.nbytes
 
-    @property
-    def into(self) -> Callable[[Array, Array], None]:
-        """into(y, x): y [T, N] = x [T, K] times the transpose; rows contiguous, nothing checked but by the core."""
-        return self._held.multiply

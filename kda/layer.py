@@ -172,7 +172,8 @@ class KDALayer:
     def _checked(self, x: Any, states: tuple[Any, ...]) -> Array:
         if type(x) is not np.ndarray:
             x = np.asarray(x)
-        ops._check_dtype("x", x)
+        if x.dtype is not ops._F32:
+            ops._check_dtype("x", x)
         if x.ndim != 3 or x.shape[2] != self.config.hidden_size or not x.shape[0]:
             raise ops._shape_error("x", x, ["B >= 1", "T", self.config.hidden_size])
         batch, seen = 0, set()
@@ -190,7 +191,7 @@ class KDALayer:
             batch += s.batch
         if batch != x.shape[0]:
             raise ValueError(f"state: {batch} rows, expected one for each of the {x.shape[0]} rows of x")
-        checked: Array = x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+        checked: Array = x if x.dtype is ops._F32 or x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
         return checked
 
     @staticmethod
@@ -279,19 +280,21 @@ class KDALayer:
         scratch = self._borrow(T)
         try:
             rows = x[0]
-            if x.dtype != np.float32 or not (rows.flags.c_contiguous and rows.flags.aligned):
+            if x.dtype is not ops._F32 or not (rows.flags.c_contiguous and rows.flags.aligned):
                 rows = np.array(rows, np.float32, order="C")
             views = self._views(scratch, T)
             self._project(rows, views)
-            row.begin(0, T, True)
-            slot = row.target_slot() if row.snapshots else row.slot
+            slot = row.slot
+            if row.window:
+                row.begin(0, T, True)
+                slot = row.target_slot()
             views.fused.run((row.pairs[row.slot],), (row.pairs[slot],), views.cu, self.recurrent_max < T)
             row.advance(slot, T, Call(self._replay, T, 0, (self._kept(views, 0, T),)) if row.window else None)
             y = np.empty((1, T, hidden), np.float32)
             self._out.into(y[0], views.o_rows)
         finally:
             scratch.give_back()
-        return y if x.dtype == np.float32 else y.astype(x.dtype)
+        return y if x.dtype is ops._F32 else y.astype(x.dtype)
 
     def _kept(self, views: _Views, start: int, end: int) -> tuple[Array, Array]:
         """What a rollback takes tokens again from: raw q, k, v, beta, and g."""

@@ -41,7 +41,8 @@ class QuantizedMatrix:
         self._codes, self._scales = packed_codes, packed_scales
         self.shape, self.bits, self.group_size, self.isa = shape, bits, group_size, isa
         self._row = isa_index(isa)
-        self._held = _core.Matrix(self._row, packed_codes, packed_scales, *shape, group_size, bits)
+        # matmul for the layer, into(y, x): y [T, N] float32, rows contiguous, nothing checked but by the core
+        self.into = _core.Matrix(self._row, packed_codes, packed_scales, *shape, group_size, bits).multiply
 
     # ---- making ----
 
@@ -229,15 +230,10 @@ class QuantizedMatrix:
             y = _output("out", out, shape, _F32, {"x": x}, inner=len(shape))
         rows, results = x.reshape(-1, K), y.reshape(-1, N)
         for t in range(0, len(rows), _TOKENS):
-            self._held.multiply(results[t:t + _TOKENS], rows[t:t + _TOKENS])
+            self.into(results[t:t + _TOKENS], rows[t:t + _TOKENS])
         if out is not None:
             return out
         return y if x.dtype == _F32 else y.astype(_BF16 if x.dtype == _U16 else _F16)
-
-    @property
-    def into(self) -> Callable[[Array, Array], None]:
-        """matmul for the layer, into(y, x): y [T, N] float32, rows contiguous, nothing checked but by the core."""
-        return self._held.multiply
 
     @property
     def codes(self) -> Array:
