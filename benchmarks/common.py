@@ -162,5 +162,17 @@ def record(benchmark, summary, rival, what, team, rival_ns, token_ns):
 
 def assert_near(got, want, bound):
     """max|got - want| <= bound * max|want|."""
-    error = np.abs(got - want).max() / np.abs(want).max()
+    error = error_of(got, want)
     assert error <= bound, error
+
+
+def error_of(got, want):
+    """max|got - want| / max|want|."""
+    return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+def errors(benchmark, want, ours, rival, bound=1e-5):
+    """How far both results are from float64, into extra_info; neither may be further than `bound`."""
+    found = {"error": error_of(ours, want), "rival_error": error_of(rival, want)}
+    assert max(found.values()) <= bound, found
+    benchmark.extra_info.update(found)

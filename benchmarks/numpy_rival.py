@@ -14,6 +14,7 @@ from time import perf_counter_ns
 import numpy as np
 
 import kda
+from kda import reference
 from kda.perf import counts
 from kda.perf.work import Decode
 
@@ -54,13 +55,17 @@ def main():
     kda.set_num_threads(team)
     ours = Decode(replace(counts.KIMI_LINEAR, layers=layers))
     numpy = NumpyDecode(ours)
+    inputs = {name: getattr(ours, name)[0] for name in ("q", "k", "v", "g", "beta")}
+    want, _ = reference.fused_recurrent_kda(**inputs, initial_state=ours.states[0], use_qk_l2norm_in_kernel=True)
     ours.run()
     numpy.run()
     o_error = np.abs(ours.result - numpy.o).max() / np.abs(numpy.o).max()
     S_error = np.abs(ours.states - numpy.states).max() / np.abs(numpy.states).max()
+    error, rival_error = (np.abs(x - want).max() / np.abs(want).max() for x in (ours.result[0], numpy.o[0]))
     tokens = max(1, 20 // layers)
     pairs = [(numpy.ns(tokens) / tokens, ours.ns(tokens) / tokens) for _ in range(rounds)]
     print(json.dumps({"o_error": float(o_error), "S_error": float(S_error), "threads": team,
+                      "error": float(error), "rival_error": float(rival_error),
                       "numpy_ns": [n for n, _ in pairs], "kda_ns": [k for _, k in pairs]}))
 
 

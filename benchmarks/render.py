@@ -20,11 +20,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def rivals(result):
     """A row per rival, shape and thread count, from pytest-benchmark's JSON."""
-    lines = ["|  | by | threads | us/token | kda us/token | ratio |", "|---|---|---:|---:|---:|---:|"]
+    lines = ["|  | by | threads | us/token | kda us/token | ratio | error | kda's error |",
+             "|---|---|---:|---:|---:|---:|---:|---:|"]
     for info in (entry["extra_info"] for entry in result["benchmarks"] if "rival" in entry["extra_info"]):
         lines.append(f"| {info['what']} | {info['rival']} | {info['threads']} "
                      f"| {significant(info['rival_us_per_token'])} | {significant(info['us_per_token'])} "
-                     f"| {info['rival_over_kda']:.1f} |")
+                     f"| {info['rival_over_kda']:.1f} | {info['rival_error']:.0e} | {info['error']:.0e} |")
     return "\n".join(lines)
 
 
@@ -34,7 +35,7 @@ def tables():
     others = json.loads((RESULTS / "rivals.json").read_text())
     where = f"`pytest benchmarks/test_rivals.py benchmarks/test_epilogue.py`, {others['datetime'][:10]}, the same " \
             f"machine, ISA {others['machine_info']['isa']}; in turn in one process, ratios of neighbouring rounds " \
-            "(median):"
+            "(median); errors against float64, relative to the largest value:"
     return "\n\n".join([bench.render(ours, "md"), where, rivals(others), ceilings()])
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from common import ISAS, assert_near, beside_rival, counted, describe, in_turn
+from common import ISAS, assert_near, beside_rival, counted, describe, errors, in_turn
 from ort import CausalConv
 
 from kda import reference
@@ -17,11 +17,14 @@ CHANNELS = counts.K3_LAYER.HV * counts.K3_LAYER.K
 def test_short_convolution(benchmark, T, team, target, summary):
     ours = Conv(CHANNELS, T)
     rival = CausalConv(ours.x, ours.weight, ours.state, team)
+    past = ours.state
     for _ in range(2):
+        want, past = reference.causal_conv1d(ours.x.reshape(1, T, CHANNELS), ours.weight, None, "silu", past, True)
         ours.run()
         rival.step()
     assert_near(ours.result, rival.y.transpose(0, 2, 1), 1e-5)
     assert np.array_equal(ours.state, rival.state)  # raw inputs: kept, not computed
+    errors(benchmark, want, ours.result.reshape(want.shape), rival.y.transpose(0, 2, 1))
     times = 100 if T == 1 else 1
     ratio = beside_rival(benchmark, summary, ours.name, team, ours, rival, times, rounds=11)
     counted(benchmark, ISAS[0], team, times * T, {"D": CHANNELS, "W": 4}, times * ours.mac, times * ours.nbytes,

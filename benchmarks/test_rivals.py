@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common import ISAS, THREADS, assert_near, beside_rival, describe, disabled, record
+from common import ISAS, THREADS, assert_near, beside_rival, describe, disabled, errors, record
 from ort import LinearAttention
 
 import kda
+from kda import reference
 from kda.perf import counts
 from kda.perf.work import Decode, Prefill, of_tokens, title
 
@@ -36,11 +37,14 @@ def test_onnxruntime_decode(benchmark, layers, team, summary):
     ours = normalised(Decode(shape))
     inputs = [{name: getattr(ours, name)[i] for name in ("q", "k", "v", "g", "beta")} for i in range(layers)]
     rival = LinearAttention(shape, 1, inputs, ours.states, team)
+    S = ours.states[-1].copy()
     for _ in range(3):
         ours.run()
         rival.step()
+        want, S = reference.fused_recurrent_kda(**inputs[-1], initial_state=S, output_final_state=True)
     assert_near(ours.result, rival.o, 1e-5)
     assert_near(ours.states, rival.state, 1e-5)
+    errors(benchmark, want, ours.result[-1], rival.o[-1])
     beside_rival(benchmark, summary, f"decode, {ours.name}", team, ours, rival, times=max(1, 20 // layers), rounds=25)
     describe(benchmark, shape, ISAS[0], team, max(1, 20 // layers))
 
@@ -49,10 +53,12 @@ def test_onnxruntime_prefill(benchmark, team, target, summary):
     shape, T = counts.KIMI_LINEAR_LAYER, 1024
     ours = normalised(Prefill(shape, T))
     rival = LinearAttention(shape, T, [ours.inputs()], ours.state[None], team)
+    want, _ = reference.fused_recurrent_kda(**ours.inputs(), initial_state=ours.state)
     ours.run()
     rival.step()
     assert_near(ours.result, rival.o[0], 1e-5)
     assert_near(ours.state, rival.state[0], 1e-5)
+    errors(benchmark, want, ours.result, rival.o[0])
     what = f"prefill of {of_tokens(T)}, {title(shape)}"
     ratio = beside_rival(benchmark, summary, what, team, ours, rival, times=1, rounds=9)
     describe(benchmark, shape, ISAS[0], team, T, calls=1)
@@ -78,6 +84,7 @@ def test_numpy(benchmark, layers, team, summary):
     assert got["S_error"] <= 1e-5
     shape = replace(counts.KIMI_LINEAR, layers=layers)
     describe(benchmark, shape, ISAS[0], team, 1)
+    benchmark.extra_info.update(error=got["error"], rival_error=got["rival_error"])
     what = f"decode, {title(shape)}"
     if not disabled(benchmark):
         record(benchmark, summary, f"numpy {np.__version__}", what, team, got["numpy_ns"], got["kda_ns"])

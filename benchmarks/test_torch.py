@@ -8,6 +8,7 @@ their results are compared first. On a machine that others use, take one thread 
 wait by spinning, and with no CPU of their own they make a ratio look ten times better than it is.
 """
 
+import copy
 import functools
 import time
 
@@ -109,6 +110,19 @@ def test_decode(benchmark, summary, target, weight_format):
         ours(prompt, cache=caches[1])
         compared(benchmark, summary, target, "layer, decode", weight_format, 1, lambda: plain(x, cache=caches[0]),
                  lambda: ours(x, cache=caches[1]), 30, 1.3)
+
+
+def test_decode_beside_bfloat16(benchmark, summary, target):
+    """The model in bfloat16, as checkpoints are stored and most people load them, against int8 weights."""
+    plain, ours, config = layers("q8g")
+    half = copy.deepcopy(plain).to(torch.bfloat16)
+    x, prompt = hidden(1), hidden(16)
+    caches = [transformers.DynamicCache(config=config) for _ in range(2)]
+    with torch.no_grad():
+        half(prompt.bfloat16(), cache=caches[0])
+        ours(prompt, cache=caches[1])
+        compared(benchmark, summary, target, "layer in bfloat16, decode", "q8g", 1,
+                 lambda: half(x.bfloat16(), cache=caches[0]), lambda: ours(x, cache=caches[1]), 30, 3)
 
 
 def test_forward_and_backward(benchmark, request, summary, target):
