@@ -812,15 +812,15 @@ cdef struct probe_job:
 
 cdef void update_item(const void *job_, Py_ssize_t item, int thread) noexcept nogil:
     cdef const probe_job *job = <const probe_job *>job_
-    cdef Py_ssize_t start = job.n * item // job.items, end = job.n * (item + 1) // job.items, i
-    for i in range(job.passes if end > start else 0):
+    cdef Py_ssize_t start = job.n * item // job.items, end = job.n * (item + 1) // job.items, _i
+    for _i in range(job.passes if end > start else 0):
         job.isa.probe_update(job.s + start, 0.99, 0.01, end - start)
 
 
 cdef void read_item(const void *job_, Py_ssize_t item, int thread) noexcept nogil:
     cdef const probe_job *job = <const probe_job *>job_
-    cdef Py_ssize_t start = job.n * item // job.items, end = job.n * (item + 1) // job.items, i
-    for i in range(job.passes if end > start else 0):
+    cdef Py_ssize_t start = job.n * item // job.items, end = job.n * (item + 1) // job.items, _i
+    for _i in range(job.passes if end > start else 0):
         job.isa.probe_read(job.s + start, end - start)
 
 
