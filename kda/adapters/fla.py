@@ -187,14 +187,18 @@ class FusedRMSNormGated(nn.Module):
         self.register_parameter("bias", None)
 
     def reset_parameters(self) -> None:
+        """Set the weight [hidden_size], where there is one, to ones."""
         if self.weight is not None:
             nn.init.ones_(self.weight)
 
     def extra_repr(self) -> str:
+        """What repr shows between the parentheses."""
         return f"{self.hidden_size}, eps={self.eps}, activation={self.activation}"
 
     def forward(self, x: Tensor, g: Tensor, residual: Tensor | None = None, prenorm: bool = False,
                 residual_in_fp32: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """rms_norm_gated of x and the gate g, both [..., hidden_size], with this module's weight: x's shape and dtype,
+        and with prenorm the sum with `residual` as well. Raises as rms_norm_gated does."""
         return rms_norm_gated(x, g, self.weight, None, self.activation, residual, prenorm, residual_in_fp32, self.eps)
 
 
@@ -216,6 +220,7 @@ class ShortConvolution(nn.Conv1d):
 
     @property
     def state_size(self) -> int:
+        """Elements of one sequence's cache: D * W."""
         return self.hidden_size * self.kernel_size[0]
 
     def forward(self, x: Tensor, residual: Tensor | None = None, mask: Tensor | None = None,
@@ -258,6 +263,7 @@ def tensor_cache(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def remembering(*args: Any, **kwargs: Any) -> Any:
+        """`function`, or its last result where every argument is the object that it was then."""
         if last:
             old_args, old_kwargs, result = last
             if (len(args) == len(old_args) and kwargs.keys() == old_kwargs.keys()

@@ -134,6 +134,7 @@ class _Runner:
         self.layer = KDALayer.from_tensors(config, tensors, "", weight_format)
 
     def install(self, release: bool) -> None:
+        """Put this forward pass in the module's place; `release` frees the module's own weights."""
         self.attention._kda_runner = self
         self.attention.forward = self.forward
         if release:
@@ -282,6 +283,7 @@ class KDACacheLayer(LinearAttentionCacheLayerMixin):
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
+        """{0: whether any row has taken a token}."""
         return {0: self._state is not None and bool(self._state.positions.any())}
 
     @property
@@ -296,20 +298,24 @@ class KDACacheLayer(LinearAttentionCacheLayerMixin):
 
     @property
     def is_conv_states_initialized(self) -> dict[int, bool]:
+        """{0: whether the first call has been}."""
         return {0: self._state is not None}
 
     @property
     def is_recurrent_states_initialized(self) -> dict[int, bool]:
+        """{0: whether the first call has been}."""
         return {0: self._state is not None}
 
     @property
     def batch_size(self) -> int:
+        """Rows B. AttributeError before the first call."""
         if self._state is None:
             raise AttributeError("batch_size: known from the first call on")
         return self._state.batch
 
     @property
     def is_croppable(self) -> bool:
+        """Whether crop can drop tokens: the state has a rollback window."""
         return self._state is not None and self._state.rollback_window > 0
 
     def activate_past_recording(self) -> None:
@@ -329,18 +335,22 @@ class KDACacheLayer(LinearAttentionCacheLayerMixin):
             self.state.rollback(-tokens_to_remove)
 
     def reset(self) -> None:
+        """Back to zeros and position 0, in every row."""
         if self._state is not None:
             self._state.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes a copy of row beam_idx[i]; beam_idx [B] integers. IndexError for a row that is not there."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order: integers [n], or a mask [B]. IndexError for a row that is not there."""
         if self._state is not None:
             rows = torch.arange(self._state.batch)[indices.cpu()]  # a mask is taken too
             self._state = self._state.select(rows.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, copies side by side: [B] rows become [B * repeats]."""
         if self._state is not None:
             self._state = self._state.select(np.arange(self._state.batch).repeat(repeats).tolist())
 
