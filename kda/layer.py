@@ -47,8 +47,6 @@ class KDALayer:
     def __init__(self, config: KDAConfig, tensors: Mapping[str, Array], weight_format: str = "f32",
                  recurrent_max: int = 64, isa: str | None = None) -> None:
         """From the tensors of weights.layer_tensors; users take from_tensors."""
-        if weight_format not in _FORMATS:
-            raise ValueError(f"weight_format: expected one of {', '.join(map(repr, _FORMATS))}, got {weight_format!r}")
         if isinstance(recurrent_max, bool) or not isinstance(recurrent_max, int) or recurrent_max < 0:
             raise ValueError(f"recurrent_max: expected an int >= 0, got {recurrent_max!r}")
         if config.conv_size > _core.CONV_MAX:
@@ -223,7 +221,7 @@ class KDALayer:
                 if T == 0 or (self.recurrent_max < T) != chunked:
                     continue
                 for start, end, logged in row.spans(T, self.recurrent_max):
-                    call = Call(self._replay, T, start) if logged else None
+                    call = Call(self._replay, start) if logged else None
                     at = start
                     while at < end:
                         if room < min(end - at, row.unit) or b in present:
@@ -289,7 +287,7 @@ class KDALayer:
                 row.begin(0, T, True)
                 slot = row.target_slot()
             views.fused.run((row.pairs[row.slot],), (row.pairs[slot],), views.cu, self.recurrent_max < T)
-            row.advance(slot, T, Call(self._replay, T, 0, (self._kept(views, 0, T),)) if row.window else None)
+            row.advance(slot, T, Call(self._replay, 0, (self._kept(views, 0, T),)) if row.window else None)
             y = np.empty((1, T, hidden), np.float32)
             self._out.into(y[0], views.o_rows)
         finally:
@@ -326,15 +324,15 @@ class KDALayer:
         return ops.fused_kda_layer(out, q, k, v, g, beta, gate, self._taps, self._norm, self._A_log, self._dt_bias,
                                    c.gate_lower_bound, c.norm_eps, isa=self.isa)
 
-    def _replay(self, call: Call, tokens: int, source: Pair, target: Pair) -> None:
-        """The first `tokens` of a call once more, states only; see state.Call."""
+    def _replay(self, call: Call, source: Pair, target: Pair) -> None:
+        """The tokens of a call once more, states only; see state.Call."""
         joint, g = (parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*call.parts, strict=True))
-        c, cut = self.config, self._cuts
-        q, k, v = (joint[:tokens, cut[i]:cut[i + 1]].reshape(1, tokens, heads, -1)
+        c, cut, tokens = self.config, self._cuts, len(joint)
+        q, k, v = (joint[:, cut[i]:cut[i + 1]].reshape(1, tokens, heads, -1)
                    for i, heads in enumerate((c.num_heads, c.num_heads, c.num_v_heads)))
         fused = self._fused(np.empty(v.shape, np.float32), q, k, v,
-                            g[:tokens].reshape(1, tokens, c.num_v_heads, c.head_dim),
-                            joint[None, :tokens, cut[3]:cut[4]], None)
+                            g.reshape(1, tokens, c.num_v_heads, c.head_dim),
+                            joint[None, :, cut[3]:cut[4]], None)
         chunked = call.offset + tokens > self.recurrent_max
         step = tokens if source[0].dtype == np.float32 else PASS  # bfloat16 is rounded where the call did it
         for start in range(0, tokens, step):

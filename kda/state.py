@@ -30,16 +30,16 @@ Pair = tuple[Array, Array]  # S [HV, K, V] and histories [(W - 1) * (2 H K + HV 
 
 
 class Call:
-    """Tokens [offset, ...) of a call of `length` tokens: raw projections, in the parts that passes took them in.
+    """The tokens of a call from `offset` on: raw projections, in the parts that passes took them in.
 
-    replay(call, tokens, source, target) takes the first `tokens` of them again, as a call that ends there would have.
+    replay(call, source, target) takes them again, as a call that ends with them does.
     """
 
-    __slots__ = ("length", "offset", "parts", "replay")
+    __slots__ = ("offset", "parts", "replay")
 
-    def __init__(self, replay: Callable[[Call, int, Pair, Pair], None], length: int, offset: int,
+    def __init__(self, replay: Callable[[Call, Pair, Pair], None], offset: int,
                  parts: tuple[tuple[Array, Array], ...] = ()) -> None:
-        self.replay, self.length, self.offset, self.parts = replay, length, offset, parts
+        self.replay, self.offset, self.parts = replay, offset, parts
 
     @property
     def tokens(self) -> int:
@@ -54,7 +54,7 @@ class Call:
                 break
             parts.append((part[0][:left], part[1][:left]))
             left -= len(part[0])
-        return Call(self.replay, self.offset + tokens, self.offset, tuple(parts))
+        return Call(self.replay, self.offset, tuple(parts))
 
 
 class Snapshot:
@@ -150,7 +150,7 @@ class Row:
             for to, kept in zip(target, source, strict=True):
                 np.copyto(to, kept)
         for call in calls:
-            call.replay(call, call.tokens, source, target)
+            call.replay(call, source, target)
             source = target
         self.snapshots = [*snapshots[:-1], Snapshot(start.slot, start.position, calls)]
         self.slot, self.position, self.depth = slot, position, self.depth - tokens
