@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -280,18 +281,14 @@ class QuantizedMatrix:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the canonical form as safetensors, some 16 MiB at a time: a file written on one ISA loads on any."""
         N, (_, row_bytes, groups) = self.shape[0], self._sizes()
-        codes_end, scales_end = N * row_bytes, N * (row_bytes + 2 * groups)
-        header = json.dumps({
-            "__metadata__": {"format": _FORMAT, "version": "1", "shape": f"{N},{self.shape[1]}",
-                             "bits": str(self.bits), "group_size": str(self.group_size)},
-            "codes": {"dtype": "I8" if self.bits == 8 else "U8", "shape": [N, row_bytes],
-                      "data_offsets": [0, codes_end]},
-            "scales": {"dtype": "F16", "shape": [N, groups], "data_offsets": [codes_end, scales_end]},
-        }).encode()
-        header += b" " * (-len(header) % 8)
-        start = 8 + len(header)
+        header = safetensors_header(
+            {"format": _FORMAT, "version": "1", "shape": f"{N},{self.shape[1]}", "bits": str(self.bits),
+             "group_size": str(self.group_size)},
+            {"codes": ("I8" if self.bits == 8 else "U8", (N, row_bytes), N * row_bytes),
+             "scales": ("F16", (N, groups), 2 * N * groups)})
+        start, codes_end = len(header), N * row_bytes
         with open(path, "wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
+            file.write(header)
             for first, last in self._chunks():  # safetensors' own writer wants all of it in memory
                 codes, scales = self._canonical(first, last)
                 file.seek(start + first * row_bytes)
@@ -331,6 +328,19 @@ class QuantizedMatrix:
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: is not a complete {_FORMAT} file: {error}") from error
         raise ValueError(f"{path}: expected a {_FORMAT} file of version 1, got {about or 'no metadata'}")
+
+
+def safetensors_header(metadata: Mapping[str, str], tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> bytes:
+    """What a safetensors file begins with, for {name: (dtype, shape, bytes)} whose data follow in that order. The
+    library's own writer wants all data in memory, and gives metadata no order."""
+    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, (dtype, shape, nbytes) in tensors.items():
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _check_canonical(codes: Array, scales: Array, shape: tuple[int, int], bits: int, group_size: int) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from kda.config import KDAConfig
 from kda.ops import Array
+from kda.quant import safetensors_header
 from kda.state import KDAState, exclusive
 
 _FORMAT, _VERSION = "kda-session", "1"
@@ -249,16 +250,9 @@ def _header(session: Session, positions: Sequence[int]) -> bytes:
     """The first bytes of the file, as safetensors has them, with _BLANK for the checksum. The same session gives the
     same bytes, so that an altered one can be told even where it still parses."""
     about = _about(session.config, session.state_dtype, str(session.batch), json.dumps(list(positions)))
-    table: dict[str, Any] = {"__metadata__": about | {"sha256": _BLANK.decode()}}
-    at = 0
-    for i, layer in enumerate(session.layers):
-        for name, array in _tensors(i, layer).items():
-            table[name] = {"dtype": _NAMES[array.dtype], "shape": list(array.shape),
-                           "data_offsets": [at, at + array.nbytes]}
-            at += array.nbytes
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    tensors = {name: (_NAMES[array.dtype], array.shape, array.nbytes)
+               for i, layer in enumerate(session.layers) for name, array in _tensors(i, layer).items()}
+    return safetensors_header(about | {"sha256": _BLANK.decode()}, tensors)
 
 
 def _size(config: KDAConfig, batch: int, state_dtype: str) -> int:
