@@ -9,7 +9,9 @@ from kda.ops import (
     fused_kda_gate,
     fused_recurrent_kda,
     l2norm,
+    no_updates,
     rms_norm_gated,
+    settle,
 )
 from kda.plan import nvme_ceiling, plan
 from kda.quant import QuantizedMatrix
@@ -34,10 +36,12 @@ __all__ = [
     "get_num_threads",
     "isas",
     "l2norm",
+    "no_updates",
     "nvme_ceiling",
     "plan",
     "rms_norm_gated",
     "set_num_threads",
+    "settle",
     "show_runtime",
     "tensor_shapes",
 ]

@@ -21,8 +21,9 @@ def overlap(x: Any, others: tuple[Any, ...]) -> int: ...
 def delta(
     isa: int, o: Any, s_out: Any, s_in: Any, q: Any, k: Any, v: Any, g: Any, beta: Any,
     A_log: Any, dt_bias: Any, cu_seqlens: Any, scale: float, lower_bound: float, eps: float, flags: int,
-    chunked: bool, states: Any, spacing: int,
+    chunked: bool, states: Any, spacing: int, pending: Any = None,
 ) -> None: ...
+def settle(isa: int, s: Any, pending: Any) -> None: ...
 
 class Layer:
     def __init__(
@@ -30,7 +31,8 @@ class Layer:
         lower_bound: float, eps: float, flags: int, taps: tuple[Any, ...], gate: Any, weight: Any, norm_eps: float,
         activation: int,
     ) -> None: ...
-    def run(self, states_in: Any, states_out: Any, cu_seqlens: Any, chunked: bool) -> None: ...
+    def run(self, states_in: Any, states_out: Any, cu_seqlens: Any, chunked: bool, pending: Any = None,
+            left: Any = None) -> None: ...
 
 def delta_backward(
     isa: int, dq: Any, dk: Any, dv: Any, dg: Any, dbeta: Any, da: Any, ds_out: Any, d_o: Any, ds_in: Any, s_in: Any,

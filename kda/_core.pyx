@@ -59,7 +59,7 @@ def kernel_addresses(int isa):
         "exp": <size_t>t.exp, "sigmoid": <size_t>t.sigmoid, "softplus": <size_t>t.softplus,
         "l2norm": <size_t>t.l2norm,
         "gate_softplus": <size_t>t.gate_softplus, "gate_bounded": <size_t>t.gate_bounded,
-        "prepare": <size_t>t.prepare, "step": <size_t>t.step, "block": <size_t>t.block,
+        "prepare": <size_t>t.prepare, "step": <size_t>t.step, "settle": <size_t>t.settle, "block": <size_t>t.block,
         "block_bf16": <size_t>t.block_bf16, "step_backward": <size_t>t.step_backward,
         "prepare_backward": <size_t>t.prepare_backward,
         "gate_softplus_backward": <size_t>t.gate_softplus_backward,
@@ -311,8 +311,12 @@ cdef int run_delta(_Buffers buffers, kda_job *job, int threads) except -1:
 
 
 def delta(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
-          double scale, double lower_bound, double eps, int flags, bint chunked, states, Py_ssize_t spacing):
+          double scale, double lower_bound, double eps, int flags, bint chunked, states, Py_ssize_t spacing,
+          pending=None):
     """o [B,T,HV,V] and s_out [N,HV,K,V] from the rest; s_in None starts from zeros, s_in is s_out updates in place.
+
+    pending [N,HV,2K+V] float32, contiguous: the updates that s_in lacks, and after the call those that s_out lacks;
+    not with chunked.
 
     chunked takes KDA_BLOCK tokens together. states [N,n,HV,K,V] or None receives the state after every `spacing`
     tokens of a sequence.
@@ -334,9 +338,34 @@ def delta(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
     job.spacing = spacing
     cdef int threads = threads_for(<long long>max(<Py_ssize_t>q.shape[0] * job.T, job.N) * job.HV * job.K * job.V)
     heads = job.N * job.HV
-    if threads > 1 and heads < threads:  # columns of S are independent: let threads share a head
+    if pending is not None:
+        if chunked:
+            raise ValueError("pending: not by blocks")
+        job.pending = updates(buffers, pending, (job.N, job.HV, 2 * job.K + job.V))
+    elif threads > 1 and heads < threads:  # columns of S are independent: let threads share a head
         job.splits = min((threads + heads - 1) // max(heads, 1), (job.V + 15) // 16)
     run_delta(buffers, &job, threads)
+
+
+cdef float *updates(_Buffers buffers, x, tuple shape) except NULL:
+    """[N, HV, 2 K + V] contiguous float32."""
+    cdef kda_tensor t
+    buffers.tensor(&t, x, shape, 3, True)
+    if t.dtype != KDA_F32:
+        raise ValueError("an update is float32")
+    return <float *>t.data
+
+
+def settle(int isa, s, pending):
+    """Make the updates that s [N,HV,K,V] lacks, in place; pending [N,HV,2K+V] is only read."""
+    cdef _Buffers buffers = _Buffers()
+    cdef kda_job job
+    memset(&job, 0, sizeof(job))
+    job.isa = kernels_of(isa)
+    job.N, job.HV, job.K, job.V = s.shape
+    state(buffers, &job.s_out, s, s.shape, True)
+    job.pending = updates(buffers, pending, (job.N, job.HV, 2 * job.K + job.V))
+    run(&kda_settle_item, &job, job.N * job.HV, threads_for(job.N * job.HV * job.K * job.V))
 
 
 cdef class Layer:
@@ -372,9 +401,14 @@ cdef class Layer:
             job.norm_eps, job.norm_activation = norm_eps, activation
         self.buffers = buffers
 
-    def run(self, states_in, states_out, cu_seqlens, bint chunked):
+    def run(self, states_in, states_out, cu_seqlens, bint chunked, pending=None, left=None):
         """For each sequence (S [HV,K,V] float32 or bfloat16 as uint16, histories float32 [(width - 1) * (2 * H * K +
-        HV * V)]: taps by channels of q, then k, then v). In and out may be the same objects."""
+        HV * V)]: taps by channels of q, then k, then v). In and out may be the same objects.
+
+        pending, left: for each sequence None, or float32 [HV * (2 K + V)]: the updates that S lacks before the call;
+        where those of the last token go, which S lacks after it (not with chunked, and not for an empty sequence).
+        The two may be the same. Only with a float32 S.
+        """
         cdef _Buffers buffers = _Buffers()
         cdef kda_job job = self.job
         cdef void **pointers
@@ -385,9 +419,10 @@ cdef class Layer:
         if job.cu_seqlens == NULL or len(states_in) != job.N or len(states_out) != job.N:
             raise ValueError("expected a state for each sequence of cu_seqlens")
         job.block = KDA_BLOCK if chunked else 1
-        pointers = buffers.pointers(4 * job.N + 1)
+        pointers = buffers.pointers(6 * job.N + 1)
         job.rows.s_in, job.rows.s_out = pointers, pointers + job.N
         job.rows.past, job.rows.next = <float **>(pointers + 2 * job.N), <float **>(pointers + 3 * job.N)
+        job.rows.pending, job.rows.left = <float **>(pointers + 4 * job.N), <float **>(pointers + 5 * job.N)
         job.s_dtype = dtype_code(states_out[0][0]) if job.N else KDA_F32
         for n in range(job.N):
             row_state(&job, n, states_out[n], True)
@@ -395,6 +430,10 @@ cdef class Layer:
                 job.rows.s_in[n], job.rows.past[n] = job.rows.s_out[n], job.rows.next[n]
             else:
                 row_state(&job, n, states_in[n], False)
+            job.rows.pending[n] = row_updates(&job, None if pending is None else pending[n])
+            job.rows.left[n] = row_updates(&job, None if left is None else left[n])
+            if job.rows.left[n] != NULL and (chunked or job.cu_seqlens[n] == job.cu_seqlens[n + 1]):
+                raise ValueError("no step, no update of it")
         run_delta(buffers, &job, threads_for(<long long>max(job.T, job.N) * job.HV * job.K * job.V))
 
 
@@ -430,6 +469,14 @@ cdef int row_state(kda_job *job, Py_ssize_t n, tuple arrays, bint writable) exce
     else:
         job.rows.s_in[n], job.rows.past[n] = at_s, <float *>at_h
     return 0
+
+
+cdef float *row_updates(kda_job *job, x) except? NULL:
+    if x is None:
+        return NULL
+    if job.s_dtype != KDA_F32:
+        raise ValueError("only float32 states put updates off")
+    return <float *>whole(x, KDA_F32, job.HV * (2 * job.K + job.V), True)
 
 
 cdef Py_ssize_t longest(const kda_job *job, Py_ssize_t N, Py_ssize_t T) noexcept:

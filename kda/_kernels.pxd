@@ -26,6 +26,7 @@ cdef extern from "kernels.h" nogil:
         void *gate_bounded
         void *prepare
         void *step
+        void *settle
         void *block
         void *block_bf16
         void *step_backward
@@ -99,6 +100,8 @@ cdef extern from "jobs.h" nogil:
         void **s_out
         float **past
         float **next
+        float **pending
+        float **left
 
     struct kda_job:
         const kda_kernels *isa
@@ -111,6 +114,7 @@ cdef extern from "jobs.h" nogil:
         kda_tensor s_out
         kda_tensor s_in
         kda_rows rows
+        float *pending
         int s_dtype
         kda_tensor states
         const float *A_log
@@ -144,6 +148,7 @@ cdef extern from "jobs.h" nogil:
     Py_ssize_t kda_delta_items(const kda_job *) noexcept
     Py_ssize_t kda_delta_scratch(const kda_job *) noexcept
     void kda_delta_item(const void *, Py_ssize_t, int) noexcept
+    void kda_settle_item(const void *, Py_ssize_t, int) noexcept
     int kda_history_is_shared(const kda_job *) noexcept
     void kda_keep_shared_histories(const kda_job *) noexcept
     void kda_gate_item(const void *, Py_ssize_t, int) noexcept

@@ -207,6 +207,7 @@ def fused_recurrent_kda(
     *,
     out: Array | None = None,
     state_out: Array | None = None,
+    pending: Array | None = None,
     isa: str | None = None,
 ) -> tuple[Array, NDArray[np.float32] | None]:
     """Kimi Delta Attention, token by token: the decode step, and the plain form of prefill.
@@ -236,6 +237,10 @@ def fused_recurrent_kda(
     out : [B, T, HV, V] of v's dtype, receives o.
     state_out : [N, HV, K, V] float32 (not with state_v_first), receives the final state; heads contiguous.
         It may be initial_state itself: an update in place, without a copy. Implies output_final_state.
+    pending : [N, HV, 2 K + V] float32 from no_updates(), C-contiguous; needs state_out. The last token's update is
+        left here instead of being made: initial_state lacks what it holds when the call begins, state_out what it
+        holds afterwards. The next call makes it while it reads the state for its own token, so a token takes one
+        pass over the state instead of two, with the same bits. `settle` makes it without another token.
     isa : one of kda.isas(). Default the best here, or KDA_ISA.
 
     Returns
@@ -251,8 +256,44 @@ def fused_recurrent_kda(
     o, final, _ = _delta(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, state_v_first, cu_seqlens,
-        out, state_out, isa, None, False)
+        out, state_out, isa, None, False, pending=pending)
     return o, final
+
+
+def no_updates(state: NDArray[np.float32]) -> NDArray[np.float32]:
+    """For fused_recurrent_kda's `pending`: what a state [N, HV, K, V] that lacks nothing lacks, [N, HV, 2 K + V].
+
+    Per head decay [K] (ones), k [K] and d [V] (zeros) of an update S <- diag(decay) S + k d^T. Raises ValueError for
+    another number of axes.
+    """
+    if np.ndim(state) != 4:
+        raise _shape_error("state", np.asarray(state), ["N", "HV", "K", "V"])
+    N, HV, K, V = state.shape
+    pending = aligned_empty((N, HV, 2 * K + V))
+    _forget(pending, K)
+    return pending
+
+
+def _forget(pending: Array, K: int) -> None:
+    pending[..., :K] = 1
+    pending[..., K:] = 0
+
+
+def settle(state: NDArray[np.float32], pending: NDArray[np.float32], *, isa: str | None = None) -> None:
+    """Make the updates that fused_recurrent_kda left in `pending`, in place; pending then holds none.
+
+    state : [N, HV, K, V] float32, heads contiguous. pending : [N, HV, 2 K + V] float32, C-contiguous. Raises TypeError
+    for what is not an array, ValueError for other shapes, dtypes and read-only arrays; nothing has been written then.
+    """
+    row = isa_index(isa)
+    if np.ndim(state) != 4:
+        raise _shape_error("state", np.asarray(state), ["N", "HV", "K", "V"])
+    N, HV, K, V = state.shape
+    s = _output("state", state, (N, HV, K, V), _F32, {}, inner=2)
+    updates = _output("pending", pending, (N, HV, 2 * K + V), _F32, {"state": state}, inner=3)
+    if s.size:
+        _core.settle(row, s, updates)
+        _forget(updates, K)
 
 
 def chunk_kda(
@@ -393,7 +434,7 @@ def _delta(
     output_final_state: bool, use_qk_l2norm_in_kernel: bool, use_gate_in_kernel: bool,
     use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, lower_bound: float | None, state_v_first: bool,
     cu_seqlens: Any, out: Any, state_out: Any, isa: str | None, chunk_size: int | None, intermediate: bool,
-    bf16: bool = False,
+    bf16: bool = False, pending: Any = None,
 ) -> tuple[Array, NDArray[np.float32] | None, NDArray[np.float32] | None]:
     """The two forms of the delta rule: token by token (chunk_size None) or in blocks."""
     row = isa_index(isa)
@@ -417,10 +458,15 @@ def _delta(
         if (initial is not None and final is not initial and not _same_memory(final, initial)
                 and np.shares_memory(final, initial)):
             raise ValueError("state_out: overlaps initial_state; pass initial_state itself or a separate array")
+    if pending is not None:
+        if state_out is None:
+            raise ValueError("pending: a state that is returned lacks nothing; pass state_out too")
+        pending = _output("pending", pending, (N, HV, 2 * K + V), _F32,
+                          inputs | {"initial_state": initial, "state_out": final}, inner=3)
     if out is None:
         o = np.empty((B, T, HV, V), v.dtype)
     else:
-        inputs["initial_state"], inputs["state_out"] = initial, state_out
+        inputs |= {"initial_state": initial, "state_out": state_out, "pending": pending}
         o = _output("out", out, v.shape, _BF16 if v.dtype == _U16 else v.dtype, inputs)
 
     states = None
@@ -433,7 +479,7 @@ def _delta(
 
     _core.delta(row, o, final, initial, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
                 K**-0.5 if scale is None else scale, lower_bound or 0.0, 1e-6 if use_qk_l2norm_in_kernel else -1.0,
-                flags, chunk_size is not None, states, chunk_size or 0)
+                flags, chunk_size is not None, states, chunk_size or 0, pending)
 
     o = _returned(out, o)
     if state_v_first and states is not None:

@@ -36,7 +36,8 @@ SIGNATURES = {
     "l2norm": (P, P, c_float, c_ssize_t),
     "prepare": (P, P, P, P, P, P, c_float, c_float, c_ssize_t),
     "gate_softplus": GATE, "gate_bounded": GATE,
-    "step": (P, P, P, P, P, P, P, P, c_float, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
+    "step": (P, P, P, P, P, P, P, P, P, P, c_float, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
+    "settle": (P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
     "block": (P, P, P, P, P, P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
     "block_bf16": (P, P, P, P, P, P, P, P, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
     "step_backward": (*(P,) * 12, c_float, c_ssize_t, c_ssize_t, c_ssize_t, c_ssize_t),
@@ -522,7 +523,7 @@ class Step:
             s_in, v_in, ld_in, keep = s.pointer, self.v.pointer + 4 * j0, n + gap, keep[1:]
         else:
             s_in, v_in, ld_in = s.pointer + 4 * j0, self.v.pointer + 4 * j0, s.size_of_row
-        kernel(isa, "step")(o, out, work, s_in, self.q, self.k, v_in, self.decay, self.beta, self.K, n, n + gap, ld_in)
+        kernel(isa, "step")(o, out, None, work, s_in, None, self.q, self.k, v_in, self.decay, self.beta, self.K, n, n + gap, ld_in)
         assert all(x.unchanged() for x in keep)
         assert o.guards_unchanged()
         assert out.guards_unchanged()
@@ -583,7 +584,7 @@ def test_step_by_hand(isa):
     s, o, work = Guarded(np.array([[1], [1]], np.float32)), blank(1), blank(5)
     e0, v = Guarded(np.array([1, 0], np.float32)), Guarded(np.array([0], np.float32))
     decay = Guarded(np.array([0.5, 1], np.float32))
-    kernel(isa, "step")(o, s, work, s.pointer, e0, e0, v, decay, 1.0, 2, 1, 1, 1)
+    kernel(isa, "step")(o, s, None, work, s.pointer, None, e0, e0, v, decay, 1.0, 2, 1, 1, 1)
     assert s.array.tolist() == [[0], [1]]
     assert o.array.tolist() == [0]
 
@@ -1179,7 +1180,7 @@ def test_nothing_is_touched_past_the_end(isa, n):
                 for name in ("s", "q", "k", "v", "decay")}
         ends |= {"o": before_a_forbidden_page(o), "work": before_a_forbidden_page(np.zeros(2 * K + V, np.float32))}
         at = {name: pointer for name, (pointer, _) in ends.items()}
-        kernel(isa, "step")(at["o"], at["s"], at["work"], at["s"], at["q"], at["k"], at["v"], at["decay"], step.beta,
+        kernel(isa, "step")(at["o"], at["s"], None, at["work"], at["s"], None, at["q"], at["k"], at["v"], at["decay"], step.beta,
                             K, V, V, V)
         assert ctypes.string_at(at["o"], o.nbytes) == o.tobytes()
         assert ctypes.string_at(at["s"], s.nbytes) == s.tobytes()

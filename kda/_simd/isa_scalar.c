@@ -99,25 +99,45 @@ static void gate_bounded(float *y, const float *x, const float *bias, float ea, 
     for (ptrdiff_t i = 0; i < n; i++) y[i] = bound * sigmoid_of(ea * (x[i] + (bias ? bias[i] : 0.0f)));
 }
 
-static void step(float *o, float *s_out, float *work, const float *s_in, const float *q, const float *k,
-                 const float *v, const float *decay, float beta, ptrdiff_t K, ptrdiff_t V, ptrdiff_t ld_out,
-                 ptrdiff_t ld_in) {
-    float *u = work + 2 * K;
+static void update(float *s_out, const float *s_in, const float *decay, const float *k, const float *d, ptrdiff_t K,
+                   ptrdiff_t V, ptrdiff_t ld_out, ptrdiff_t ld_in) {
+    for (ptrdiff_t i = 0; i < K; i++)
+        for (ptrdiff_t j = 0; j < V; j++) s_out[i * ld_out + j] = decay[i] * s_in[i * ld_in + j] + k[i] * d[j];
+}
+
+static void settle(float *s_out, const float *s_in, const float *pending, ptrdiff_t K, ptrdiff_t V,
+                   ptrdiff_t ld_out, ptrdiff_t ld_in) {
+    update(s_out, s_in, pending, pending + K, pending + 2 * K, K, V, ld_out, ld_in);
+}
+
+static void step(float *o, float *s_out, float *left, float *work, const float *s_in, const float *pending,
+                 const float *q, const float *k, const float *v, const float *decay, float beta, ptrdiff_t K,
+                 ptrdiff_t V, ptrdiff_t ld_out, ptrdiff_t ld_in) {
+    float *d = work + 2 * K;
     float qk = dot(q, k, K);
-    for (ptrdiff_t j = 0; j < V; j++) u[j] = o[j] = 0.0f;
+    if (pending) {
+        settle(s_out, s_in, pending, K, V, ld_out, ld_in);
+        s_in = s_out, ld_in = ld_out;
+    }
+    for (ptrdiff_t j = 0; j < V; j++) d[j] = o[j] = 0.0f;
     for (ptrdiff_t i = 0; i < K; i++) {
         float kd = decay[i] * k[i], qd = decay[i] * q[i];
         for (ptrdiff_t j = 0; j < V; j++) {
-            u[j] += kd * s_in[i * ld_in + j];
+            d[j] += kd * s_in[i * ld_in + j];
             o[j] += qd * s_in[i * ld_in + j];
         }
     }
     for (ptrdiff_t j = 0; j < V; j++) {
-        u[j] = beta * (v[j] - u[j]);
-        o[j] += qk * u[j];
+        d[j] = beta * (v[j] - d[j]);
+        o[j] += qk * d[j];
     }
-    for (ptrdiff_t i = 0; i < K; i++)
-        for (ptrdiff_t j = 0; j < V; j++) s_out[i * ld_out + j] = decay[i] * s_in[i * ld_in + j] + k[i] * u[j];
+    if (left) {
+        memcpy(left, decay, (size_t)K * sizeof *left);
+        memcpy(left + K, k, (size_t)K * sizeof *left);
+        memcpy(left + 2 * K, d, (size_t)V * sizeof *left);
+    } else {
+        update(s_out, s_in, decay, k, d, K, V, ld_out, ld_in);
+    }
 }
 
 /* The definition, token by token: blocks exist to be fast, and this file to be plain. */
@@ -125,8 +145,8 @@ static void block(float *o, float *s, float *work, const float *q, const float *
                   const float *decay, const float *beta, ptrdiff_t tokens, ptrdiff_t K, ptrdiff_t V, ptrdiff_t ld_o,
                   ptrdiff_t ld_s, ptrdiff_t ld_v) {
     for (ptrdiff_t t = 0; t < tokens; t++)
-        step(o + t * ld_o, s, work, s, q + t * K, k + t * K, v + t * ld_v, decay + t * K, beta[t], K, V, ld_s,
-             ld_s);
+        step(o + t * ld_o, s, NULL, work, s, NULL, q + t * K, k + t * K, v + t * ld_v, decay + t * K, beta[t], K, V,
+             ld_s, ld_s);
 }
 
 /* Here the blocks show: what is rounded to bfloat16 is the state at the block's start, keys and queries decayed

@@ -61,14 +61,20 @@ static ptrdiff_t head_groups(const struct kda_job *job) { return (job->HV + job-
 
 ptrdiff_t kda_delta_items(const struct kda_job *job) { return job->N * head_groups(job) * job->splits; }
 
-/* q, k, decay [block, K]; v, o [block, V]; beta [block]; work of the step or the block; widened rows of the
- * convolution */
+/* of an update that a step leaves to the next */
+static ptrdiff_t left_floats(const struct kda_job *job) {
+    return job->block == 1 ? padded(KDA_PENDING(job->K, job->V)) : 0;
+}
+
+/* q, k, decay [block, K]; v, o [block, V]; beta [block]; an update left; work of the step or the block; widened
+ * rows of the convolution */
 ptrdiff_t kda_delta_scratch(const struct kda_job *job) {
     ptrdiff_t work = job->block == 1 ? 2 * job->K + job->V : KDA_BLOCK_WORK(job->K);
     ptrdiff_t rows = (KDA_CONV_MAX + KDA_BLOCK) * (job->K > job->V ? job->K : job->V);
     if (job->conv_width && work < rows) work = rows; /* they are done with when the work begins */
     ptrdiff_t s = job->s_dtype == KDA_F32 ? 0 : job->K * padded(job->V);
-    return padded(job->block * 3 * job->K) + job->block * 2 * padded(job->V) + KDA_BLOCK + padded(work) + s;
+    return padded(job->block * 3 * job->K) + job->block * 2 * padded(job->V) + KDA_BLOCK + left_floats(job) +
+           padded(work) + s;
 }
 
 static const float *log_decay(const struct kda_job *job, const void *at_g, ptrdiff_t hv, float ea, float *row) {
@@ -110,7 +116,7 @@ struct delta_item {
     float ea;
     float *q, *k, *decay; /* [block, K] */
     float *v, *o;         /* [block, ld] */
-    float *beta, *work;
+    float *beta, *left, *work;
 };
 
 static struct delta_item delta_item(const struct kda_job *job, ptrdiff_t item, int thread) {
@@ -130,7 +136,8 @@ static struct delta_item delta_item(const struct kda_job *job, ptrdiff_t item, i
     it.v = it.q + padded(job->block * 3 * job->K);
     it.o = it.v + job->block * it.ld;
     it.beta = it.o + job->block * it.ld;
-    it.work = it.beta + KDA_BLOCK;
+    it.left = it.beta + KDA_BLOCK;
+    it.work = it.left + left_floats(job);
     return it;
 }
 
@@ -251,22 +258,40 @@ struct head_state {
     float *s;          /* where the kernels have it */
     const float *s_in; /* where the first step reads it */
     ptrdiff_t ld;
+    const float *pending; /* the update that s_in lacks, or NULL */
+    float *left;          /* where a step leaves its own */
+    int keep;             /* the last token's stays there */
 };
 
+/* The updates of one head in what the caller keeps for them. */
+static float *kept_update(const struct kda_job *job, float *const *rows, const struct delta_item *it) {
+    ptrdiff_t n = KDA_PENDING(job->K, job->V);
+    if (job->pending) return job->pending + (it->n * job->HV + it->hv) * n;
+    return rows && rows[it->n] ? rows[it->n] + it->hv * n : NULL;
+}
+
 static struct head_state open_state(const struct kda_job *job, const struct delta_item *it, int thread) {
-    ptrdiff_t K = job->K, V = job->V;
+    ptrdiff_t K = job->K, V = job->V, tokens = it->t1 - it->t0;
     const void *from = job->rows.s_in || job->s_in.data ? state_at(job, &job->s_in, job->rows.s_in, it) : NULL;
     struct head_state h = {.kept = state_at(job, &job->s_out, job->rows.s_out, it), .s_in = from, .ld = V};
     h.s = h.kept;
+    h.pending = kept_update(job, job->rows.pending, it);
+    float *left = kept_update(job, job->rows.left, it);
+    h.keep = left != NULL;
+    h.left = left ? left : it->left;
     if (job->s_dtype != KDA_F32) {
         h.s = job->scratch + (thread + 1) * job->scratch_floats - K * padded(V);
         h.ld = it->ld;
         for (ptrdiff_t i = 0; i < K; i++)
             get_f32(job->isa, job->s_dtype, h.s + i * h.ld, (const uint16_t *)from + i * V, it->columns);
         h.s_in = h.s;
-    } else if (h.s_in != h.s && (job->block > 1 || !h.s_in || it->t0 == it->t1)) {
+    } else if (h.s_in != h.s && (job->block > 1 || !h.s_in || !tokens || (tokens == 1 && h.keep && !h.pending))) {
         copy_state(h.s, h.s_in, K, it->columns, V); /* a step reads s_in itself; a block is in place */
         h.s_in = h.s;
+    }
+    if (h.pending && (job->block > 1 || (!tokens && h.left != h.pending))) {
+        job->isa->settle(h.s, h.s_in, h.pending, K, it->columns, h.ld, h.ld);
+        h.pending = NULL;
     }
     return h;
 }
@@ -292,13 +317,18 @@ static void run_tokens(const struct kda_job *job, const struct delta_item *it, s
     const struct kda_kernels *isa = job->isa;
     ptrdiff_t K = job->K;
     prepare_block(job, it, t, tokens);
-    if (job->block == 1)
-        isa->step(it->o, h->s, it->work, h->s_in, it->q, it->k, it->v, it->decay, *it->beta, K, it->columns, h->ld,
-                  h->ld);
-    else
+    if (job->block == 1) {
+        /* The next token makes this one's update in its own pass. Not out of a state that must stay as it is. */
+        int put_off = t + 1 < it->t1 ? h->pending || h->s_in == h->s : h->keep;
+        float *left = put_off ? h->left : NULL;
+        isa->step(it->o, h->s, left, it->work, h->s_in, h->pending, it->q, it->k, it->v, it->decay, *it->beta, K,
+                  it->columns, h->ld, h->ld);
+        h->pending = left;
+    } else {
         (job->flags & KDA_BF16_BLOCKS ? isa->block_bf16 : isa->block)(it->o, h->s, it->work, it->q, it->k, it->v,
                                                                       it->decay, it->beta, tokens, K, it->columns,
                                                                       it->ld, h->ld, it->ld);
+    }
     h->s_in = h->s;
     finish_block(job, it, t, tokens);
 }
@@ -334,6 +364,14 @@ void kda_delta_item(const void *job_, ptrdiff_t item, int thread) {
         close_state(job, &its[i], &states[i]);
         if (job->conv_width) keep_histories(job, &its[i]);
     }
+}
+
+void kda_settle_item(const void *job_, ptrdiff_t item, int thread) {
+    const struct kda_job *job = job_;
+    (void)thread;
+    float *s = (float *)at(&job->s_out, item / job->HV, 0, item % job->HV, 0);
+    const float *pending = job->pending + item * KDA_PENDING(job->K, job->V);
+    job->isa->settle(s, s, pending, job->K, job->V, job->V, job->V);
 }
 
 /* ---- its gradients ---- */
@@ -410,8 +448,8 @@ void kda_backward_item(const void *job_, ptrdiff_t item, int thread) {
             prepare_block(forward, &it, t, tokens);
             memcpy(before, starts + blocks * size, (size_t)size * sizeof *before);
             for (ptrdiff_t i = 0; i + 1 < tokens; i++)
-                isa->step(it.o, before + (i + 1) * size, work, before + i * size, it.q + i * K, it.k + i * K,
-                          it.v + i * it.ld, it.decay + i * K, it.beta[i], K, V, V, V);
+                isa->step(it.o, before + (i + 1) * size, NULL, work, before + i * size, NULL, it.q + i * K,
+                          it.k + i * K, it.v + i * it.ld, it.decay + i * K, it.beta[i], K, V, V, V);
             for (ptrdiff_t i = tokens - 1; i >= 0; i--)
                 token_backward(job, &it, t + i, i, ds, before + i * size, row, work);
         }

@@ -31,10 +31,12 @@ struct kda_short_conv {
 };
 
 /* States that are not rows of one array: sequence n's lies at s_in[n] and s_out[n], [HV, K, V], and its three
- * histories at past[n] and next[n]. In and out may be the same. */
+ * histories at past[n] and next[n]. In and out may be the same. pending[n]: [HV, KDA_PENDING(K, V)], the updates
+ * that s_in lacks, or NULL; left[n]: NULL, or where those of the last token go, which s_out then lacks. */
 struct kda_rows {
     void **s_in, **s_out;
     float **past, **next;
+    float **pending, **left;
 };
 
 /* Rows of neighbouring heads lie side by side: taken together, a page is walked to once for all of them. */
@@ -46,16 +48,17 @@ struct kda_job {
     struct kda_tensor o, q, k, v, g, beta;
     struct kda_tensor s_out, s_in; /* [N, -, HV, K V], a head contiguous; s_in.data NULL: zeros */
     struct kda_rows rows;          /* rows.s_out not NULL: instead of s_out, s_in, past and next */
-    int s_dtype;                   /* KDA_F32, or KDA_BF16: rounded at the end of the call */
-    struct kda_tensor states;      /* [N, checkpoint, HV, K V] float32; data NULL: none wanted */
-    const float *A_log, *dt_bias;  /* [HV], [HV, K]; NULL: none */
-    const int64_t *cu_seqlens;     /* [N + 1], or NULL: sequence n is batch row n, T tokens */
+    float *pending;           /* [N, HV, KDA_PENDING(K, V)]: what s_in lacks, and then what s_out lacks; or NULL */
+    int s_dtype;              /* KDA_F32, or KDA_BF16: rounded at the end of the call */
+    struct kda_tensor states; /* [N, checkpoint, HV, K V] float32; data NULL: none wanted */
+    const float *A_log, *dt_bias; /* [HV], [HV, K]; NULL: none */
+    const int64_t *cu_seqlens;    /* [N + 1], or NULL: sequence n is batch row n, T tokens */
     ptrdiff_t N, T, H, HV, K, V;
     ptrdiff_t block;   /* tokens taken together: 1 (the step) or KDA_BLOCK */
     ptrdiff_t spacing; /* tokens between two checkpoints of `states` */
     ptrdiff_t
         group; /* heads of an item, 1 to KDA_GROUP, block after block in turn; 1 where s_dtype is not KDA_F32 */
-    ptrdiff_t splits; /* column blocks per head; 1 with o_gate, which needs whole rows */
+    ptrdiff_t splits; /* column blocks per head; 1 with o_gate, which needs whole rows, and with updates left */
     float scale, lower_bound;
     float eps; /* of the l2norm of q and k; < 0: none */
     int flags;
@@ -74,8 +77,10 @@ ptrdiff_t kda_delta_scratch(const struct kda_job *job);
 
 /* kda_task_fn, all of them.
  * delta: one column block of one value head of one sequence, all its tokens.
+ * settle: the pending update of one value head of s_out.
  * gate: one token of g into o, as log decay.  l2norm: one token of q into o. */
 void kda_delta_item(const void *job, ptrdiff_t item, int thread);
+void kda_settle_item(const void *job, ptrdiff_t item, int thread);
 
 /* The items of one q/k head share its history where it has several value heads or columns are split. Then they
  * leave it alone, and this, after all of them, moves it on. */

@@ -54,6 +54,9 @@ typedef void kda_gate_fn(float *y, const float *x, const float *bias, float ea, 
 typedef void kda_prepare_fn(float *q_out, float *k_out, float *decay, const float *q, const float *k,
                             const float *g, float scale, float eps, ptrdiff_t K);
 
+/* An update of S that is still to be made, S <- diag(decay) S + k d^T, in floats: decay [K], k [K], d [V]. */
+#define KDA_PENDING(K, V) (2 * (K) + (V))
+
 /* One token of one head, over V columns of its state S (K rows, `ld` elements from row to row):
  *
  *     S <- diag(decay) S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T q
@@ -61,14 +64,22 @@ typedef void kda_prepare_fn(float *q_out, float *k_out, float *decay, const floa
  * decay = exp(g), in [0, 1]. s_out == s_in is allowed. Columns are independent: splitting V changes
  * no bit. work: 2 * K + V floats, contents undefined before and after.
  *
- * It reads S once to form u = (diag(decay) S)^T k and w = (diag(decay) S)^T q, gets o = w + (q.k) d
- * without a second look, and reads S once more to write it: 4 floating-point operations, 2 loads and
- * 1 store per element. Sums run over the rows in order, each within (K + 4) * 2^-24 of the sum of its
- * terms' magnitudes, to first order.
+ * pending: NULL, or the update of the token before, which s_in lacks: it is made first. left: NULL, or where this
+ * token's own update goes instead of into s_out, for the next call; left == pending is allowed. Without pending
+ * and with left S is read alone, and s_out not touched. However updates are put off, the bits are the same.
+ *
+ * A pass reads S once to form u = (diag(decay) S)^T k and w = (diag(decay) S)^T q, and gets o = w + (q.k) d
+ * without a second look. 4 floating-point operations per element; 2 loads and 1 store without pending and left (a
+ * second pass makes the update), 1 and 1 with both (the pass makes the pending one). Sums run over the rows in
+ * order, each within (K + 4) * 2^-24 of the sum of its terms' magnitudes, to first order.
  */
-typedef void kda_step_fn(float *o, float *s_out, float *work, const float *s_in, const float *q, const float *k,
-                         const float *v, const float *decay, float beta, ptrdiff_t K, ptrdiff_t V, ptrdiff_t ld_out,
-                         ptrdiff_t ld_in);
+typedef void kda_step_fn(float *o, float *s_out, float *left, float *work, const float *s_in, const float *pending,
+                         const float *q, const float *k, const float *v, const float *decay, float beta,
+                         ptrdiff_t K, ptrdiff_t V, ptrdiff_t ld_out, ptrdiff_t ld_in);
+
+/* The pending update alone, with the bits that a step makes it with. s_out == s_in is allowed. */
+typedef void kda_settle_fn(float *s_out, const float *s_in, const float *pending, ptrdiff_t K, ptrdiff_t V,
+                           ptrdiff_t ld_out, ptrdiff_t ld_in);
 
 /* Tokens in a block, the most that kda_block_fn takes. */
 #define KDA_BLOCK 16
@@ -205,6 +216,7 @@ struct kda_kernels {
     kda_gate_fn *gate_softplus, *gate_bounded;
     kda_prepare_fn *prepare;
     kda_step_fn *step;
+    kda_settle_fn *settle;
     kda_block_fn *block, *block_bf16;
     kda_step_backward_fn *step_backward;
     kda_prepare_backward_fn *prepare_backward;
