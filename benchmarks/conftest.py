@@ -23,8 +23,8 @@ COUNTED = {"isa", "threads", "tokens", "shape", "mac", "flop", "bytes", "MFLOP_p
 
 # What --quick leaves out: these on several threads, and these at all.
 ALONE = {"test_epilogue", "test_idot", "test_layer", "test_rivals"}
-LONG = {"test_a_rollback_window_costs_little", "test_eight_sessions", "test_quantising_a_gibibyte", "test_small_groups",
-        "test_what_is_no_projection"}
+LONG = {"test_a_rollback_window_costs_little", "test_eight_sequences", "test_eight_sessions",
+        "test_quantising_a_gibibyte", "test_small_groups", "test_what_is_no_projection"}
 
 
 def pytest_addoption(parser):

@@ -52,7 +52,8 @@ class KDALayer:
         if config.conv_size > _core.CONV_MAX:
             raise ValueError(f"config: conv_size: expected 1 to {_core.CONV_MAX}, got {config.conv_size}")
         self.config, self.weight_format, self.recurrent_max = config, weight_format, recurrent_max
-        self.isa = list(isas())[isa_index(isa)]
+        self._row = isa_index(isa)
+        self.isa = list(isas())[self._row]
         c = config
         qk, v, HV = c.num_heads * c.head_dim, c.num_v_heads * c.v_head_dim, c.num_v_heads
         gate = "g_proj.weight" if c.full_rank_gate else "g_a_proj.weight"
@@ -259,12 +260,15 @@ class KDALayer:
                     piece.row.begin(*piece.begins)
             targets = [piece.row.target_slot() for piece in pieces]
             sources = [piece.row.source for piece in pieces]
+            pending = [piece.row.pending(self._row) for piece in pieces]
+            left = [piece.row.room(slot) if piece.row.leaves and not piece.chunked else None
+                    for piece, slot in zip(pieces, targets, strict=True)]
             views.fused.run(sources, [piece.row.pairs[slot] for piece, slot in zip(pieces, targets, strict=True)], cu,
-                            first.chunked)
-            for piece, slot, start in zip(pieces, targets, cu.tolist(), strict=False):
+                            first.chunked, pending, left)
+            for piece, slot, start, room in zip(pieces, targets, cu.tolist(), left, strict=False):
                 if piece.call is not None:
                     piece.call.parts += (self._kept(views, start, start + piece.tokens),)
-                piece.row.advance(slot, piece.tokens, piece.call)
+                piece.row.advance(slot, piece.tokens, piece.call, None if room is None else self._row)
             self._out.into(results, views.o_rows)
             if not whole:
                 for piece, start in zip(pieces, cu.tolist(), strict=False):
@@ -286,8 +290,12 @@ class KDALayer:
             if row.window:
                 row.begin(0, T, True)
                 slot = row.target_slot()
-            views.fused.run((row.pairs[row.slot],), (row.pairs[slot],), views.cu, self.recurrent_max < T)
-            row.advance(slot, T, Call(self._replay, 0, (self._kept(views, 0, T),)) if row.window else None)
+            chunked = self.recurrent_max < T
+            left = row.room(slot) if row.leaves and not chunked else None
+            views.fused.run((row.pairs[row.slot],), (row.pairs[slot],), views.cu, chunked, (row.pending(self._row),),
+                            (left,))
+            row.advance(slot, T, Call(self._replay, 0, (self._kept(views, 0, T),)) if row.window else None,
+                        None if left is None else self._row)
             y = np.empty((1, T, hidden), np.float32)
             self._out.into(y[0], views.o_rows)
         finally:

@@ -3,6 +3,9 @@
 A state with a rollback window keeps up to two snapshots of each row and the raw projections of the tokens since the
 older one. A snapshot is not a copy: the kernel leaves it where it is and writes the next state to another of three
 buffers. To drop tokens is to take those before them again, from the snapshot, through the same kernel.
+
+A step may leave its update of S to the next one (kernels.h), which saves a pass over S. A buffer's S then lacks it, but
+nobody sees that: S is settled before it is shown, and once it has been shown writable no update is left any more.
 """
 
 from __future__ import annotations
@@ -69,10 +72,14 @@ class Snapshot:
 class Row:
     """One sequence of a state, for the layer: where its buffers are and how to go back."""
 
-    __slots__ = ("depth", "pairs", "position", "slot", "snapshots", "unit", "window")
+    __slots__ = ("depth", "lacks", "leaves", "pairs", "position", "slot", "snapshots", "unit", "updates", "window")
 
     def __init__(self, pairs: list[Pair], window: int) -> None:
         self.pairs, self.window = pairs, window
+        # of each buffer: room for the updates that its S lacks, once some were left; the ISA that left them, or None
+        self.updates: list[Array | None] = [None] * len(pairs)
+        self.lacks: list[int | None] = [None] * len(pairs)
+        self.leaves = pairs[0][0].dtype == np.float32  # whether steps may leave their updates
         # a call may be cut after any number of these without a trace
         self.unit = _core.BLOCK if pairs[0][0].dtype == np.float32 else PASS
         self.clear()
@@ -81,11 +88,35 @@ class Row:
         """At position 0, nothing to go back to. The buffers are the state's affair."""
         self.slot = self.position = self.depth = 0
         self.snapshots: list[Snapshot] = []
+        self.lacks = [None] * len(self.pairs)
 
     @property
     def source(self) -> Pair:
         """The buffers to read."""
         return self.pairs[self.slot]
+
+    def pending(self, isa: int) -> Array | None:
+        """The updates that `source` lacks and a call on this ISA makes first, or None."""
+        if self.lacks[self.slot] not in (None, isa):
+            self.settle(self.slot)
+        return None if self.lacks[self.slot] is None else self.updates[self.slot]
+
+    def room(self, slot: int) -> Array:
+        """Where a call that writes buffer `slot` leaves its last updates."""
+        found = self.updates[slot]
+        if found is None:
+            HV, K, V = self.pairs[slot][0].shape
+            found = self.updates[slot] = aligned_empty((HV * (2 * K + V),))
+        return found
+
+    def settle(self, *slots: int) -> None:
+        """Make what these buffers lack. The caller holds the lock."""
+        for slot in slots:
+            isa, updates = self.lacks[slot], self.updates[slot]
+            if isa is not None and updates is not None:
+                S = self.pairs[slot][0]
+                _core.settle(isa, S[None], updates.reshape(1, len(S), -1))
+                self.lacks[slot] = None
 
     def target_slot(self) -> int:
         """The buffer to write: this one, unless a snapshot holds it."""
@@ -120,8 +151,9 @@ class Row:
             # as far as the older one is; the call makes up for it, unless it fails before it gets anywhere
             self.depth = min(self.depth, self.position - self.snapshots[0].position)
 
-    def advance(self, slot: int, tokens: int, call: Call | None) -> None:
-        """After a pass that wrote buffer `slot`."""
+    def advance(self, slot: int, tokens: int, call: Call | None, lacks: int | None) -> None:
+        """After a pass that wrote buffer `slot`, which lacks the last updates if that ISA left them."""
+        self.lacks[slot] = lacks
         self.slot, self.position = slot, self.position + tokens
         if call is not None:
             calls = self.snapshots[-1].calls
@@ -145,6 +177,8 @@ class Row:
                 left -= call.tokens
         held = [snapshot.slot for snapshot in snapshots]
         slot = next(i for i in (self.slot, *range(len(self.pairs))) if i not in held)
+        self.settle(start.slot)
+        self.lacks[slot] = None
         source, target = self.pairs[start.slot], self.pairs[slot]
         if not calls:
             for to, kept in zip(target, source, strict=True):
@@ -159,7 +193,9 @@ class Row:
         """Everything but the memory; parts of calls are never written, so both may hold them."""
         other.slot, other.position, other.depth = self.slot, self.position, self.depth
         other.snapshots = [Snapshot(s.slot, s.position, list(s.calls)) for s in self.snapshots]
+        other.lacks = [None] * len(other.pairs)
         for slot in {self.slot, *(s.slot for s in self.snapshots)}:
+            self.settle(slot)
             for to, kept in zip(other.pairs[slot], self.pairs[slot], strict=True):
                 np.copyto(to, kept)
 
@@ -201,8 +237,14 @@ class KDAState:
     @property
     def recurrent(self) -> Array:
         """S [B, HV, K, V] of state_dtype: a view. With a rollback window it is read-only and holds until the next
-        call; a value written there would be lost by a rollback. `assign` replaces it."""
-        s = self._s[self._common_slot()]
+        call; a value written there would be lost by a rollback. `assign` replaces it. Without a window it shows every
+        later call too, which costs decoding a second pass over S from then on; `arrays` gives copies, and does not."""
+        with self.lock:
+            slot = self._common_slot()
+            for row in self.rows:
+                row.settle(slot)
+                row.leaves = row.leaves and self.rollback_window > 0
+        s = self._s[slot]
         return self._shown(s if s.dtype == np.float32 else s.view(ml_dtypes.bfloat16))
 
     @property
@@ -233,9 +275,10 @@ class KDAState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, and of what is kept for a rollback."""
+        """Bytes of all buffers, of updates that are left to the next call, and of what is kept for a rollback."""
         calls = {id(part): part for row in self.rows for s in row.snapshots for c in s.calls for part in c.parts}
         return (sum(a.nbytes for a in (*self._s, *self._h))
+                + sum(a.nbytes for row in self.rows for a in row.updates if a is not None)
                 + sum(a.nbytes for part in calls.values() for a in part))
 
     def __repr__(self) -> str:
@@ -243,6 +286,12 @@ class KDAState:
                 f"state_dtype={self.state_dtype!r}, nbytes={self.nbytes})")
 
     # ---- what can be done with it ----
+
+    def arrays(self) -> tuple[Array, Array, Array, Array]:
+        """Copies of recurrent, conv_q, conv_k and conv_v."""
+        with self.lock:
+            s, q, k, v = (x.copy() for x in self.current())
+        return s if s.dtype == np.float32 else s.view(ml_dtypes.bfloat16), q, k, v
 
     def copy(self) -> KDAState:
         """An independent state that goes on as this one would, rollback included."""
@@ -342,8 +391,9 @@ class KDAState:
 
     def current(self) -> tuple[Array, Array, Array, Array]:
         """Writable views of recurrent (bfloat16 as its bits) and the three histories; the caller holds the lock."""
-        slot = self.rows[0].slot
-        self._bring([row for row in self.rows if row.slot != slot], slot)
+        slot = self._common_slot()
+        for row in self.rows:
+            row.settle(slot)
         q, k, v = (self._taps(i, slot).transpose(0, 2, 1) for i in range(3))
         return self._s[slot], q, k, v
 
@@ -359,12 +409,10 @@ class KDAState:
             row.clear()
 
     def _common_slot(self) -> int:
-        """The slot of every row's current state; rows that went back alone are brought to that of the first."""
+        """The slot of every row's current state; rows that went back alone are brought to that of the first. The caller
+        holds the lock."""
         slot = self.rows[0].slot
-        apart = [row for row in self.rows if row.slot != slot]
-        if apart:
-            with self.lock:
-                self._bring(apart, slot)
+        self._bring([row for row in self.rows if row.slot != slot], slot)
         return slot
 
     @staticmethod
@@ -372,6 +420,7 @@ class KDAState:
         """Swap the rows' current buffers with those at `slot`."""
         for row in rows:
             if row.slot != slot:
+                row.settle(row.slot, slot)
                 mine, there = row.pairs[row.slot], row.pairs[slot]
                 for a, b in zip(mine, there, strict=True):
                     a[...], b[...] = b.copy(), a.copy()
@@ -391,7 +440,9 @@ class KDAState:
         return c.num_heads * c.head_dim if which < 2 else c.num_v_heads * c.v_head_dim
 
     def _history(self, which: int) -> Array:
-        return self._shown(self._taps(which, self._common_slot()).transpose(0, 2, 1))
+        with self.lock:
+            slot = self._common_slot()
+        return self._shown(self._taps(which, slot).transpose(0, 2, 1))
 
     def _shown(self, x: Array) -> Array:
         if self.rollback_window:

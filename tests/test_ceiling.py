@@ -352,7 +352,7 @@ def test_the_measured_machine_scales_the_layers_it_could_hold(monkeypatch, small
     one_layer = replace(kda.perf.counts.KIMI_LINEAR_LAYER)
     monkeypatch.setattr(bench, "available_bytes", lambda: 8 * one_layer.state_bytes)  # two layers at a quarter
     layers = []
-    monkeypatch.setattr(nvme, "Decode", lambda shape, isa: layers.append(shape.layers) or FakeDecode(shape))
+    monkeypatch.setattr(nvme, "Decode", lambda shape, isa, left: layers.append(shape.layers) or FakeDecode(shape))
     machine = nvme.measure_machine(kda.plan(CONFIGS["kimi"]), 2e9, "2 GB/s", seconds=0.0)
     assert layers == [2]
     assert machine.kda_s == pytest.approx(20 * 1e-3)

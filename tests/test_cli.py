@@ -310,8 +310,8 @@ def planned(monkeypatch):
     return plan
 
 
-DECODE = [("Decode", counts.KIMI_LINEAR_LAYER, None), ("Decode", counts.KIMI_LINEAR, None),
-          ("Decode", counts.K3_LAYER, None)]
+DECODE = [("Decode", shape, None, left)
+          for shape in (counts.KIMI_LINEAR_LAYER, counts.KIMI_LINEAR, counts.K3_LAYER) for left in (False, True)]
 BLOCKS = [("Prefill", counts.KIMI_LINEAR_LAYER, T, None) for T in (64, 1024)]
 FUSED = [("Layer", counts.KIMI_LINEAR_LAYER, 1, None), ("Layer", counts.KIMI_LINEAR_LAYER, 1024, None)]
 WHOLE = [("WholeLayer", counts.KIMI_LINEAR_CONFIG, fmt, 1, 20, 1, 0, None) for fmt in ("q8g", "q4g")]
@@ -335,7 +335,7 @@ def test_bench_takes_what_memory_allows(monkeypatch, planned):
     monkeypatch.setattr(bench, "available_bytes", lambda: 2**31)
     works, left_out = planned(quick=False)
     assert left_out == []
-    assert works == [*DECODE, ("Decode", counts.K3, None), *BLOCKS,
+    assert works == [*DECODE, *(("Decode", counts.K3, None, left) for left in (False, True)), *BLOCKS,
                      ("Prefill", counts.KIMI_LINEAR_LAYER, 8192, None), *FUSED, *WHOLE, *REST, *IDOT, *MANY]
     weights = "Kimi-Linear, 20 layers, with weights: left out, it needs 1073741824 bytes and only"
     monkeypatch.setattr(bench, "available_bytes", lambda: 1_342_177_280)
@@ -374,17 +374,19 @@ def test_derived_numbers_of_bytes():
     assert row["share_of_copy"] == 0.5  # of 0.5, 0.25 and 1
 
 
-def test_decode_advances_the_states_as_the_reference_does():
+@pytest.mark.parametrize(("left", "T", "batch"), [(False, 1, 1), (True, 1, 1), (False, 3, 2), (True, 3, 2)])
+def test_decode_advances_the_states_as_the_reference_does(left, T, batch):
     from kda import reference
-    decode = bench.Decode(SMALL[1])
-    assert decode.states.shape == (3, 1, 4, 16, 24)
+    decode = bench.Decode(SMALL[1], None, left, T, batch)
+    assert decode.states.shape == (3, batch, 4, 16, 24)
+    assert decode.tokens == T * batch
     want = [reference.fused_recurrent_kda(
         decode.q[i], decode.k[i], decode.v[i], decode.g[i], decode.beta[i], initial_state=decode.states[i],
         output_final_state=True, use_qk_l2norm_in_kernel=True) for i in range(3)]
     decode.run()
     for i, (o, S) in enumerate(want):
         np.testing.assert_allclose(decode.result[i], o, rtol=0, atol=2e-6 * np.abs(o).max())
-        np.testing.assert_allclose(decode.states[i], S, rtol=0, atol=2e-6 * np.abs(S).max())
+        np.testing.assert_allclose(decode.settled()[i], S, rtol=0, atol=2e-6 * np.abs(S).max())
 
 
 @pytest.mark.parametrize("T", [1, 40])

@@ -427,6 +427,70 @@ def test_split_anywhere_and_go_on(isa, cut):
 
 # ---- where results go ----
 
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("T", [1, 2, 5])
+@pytest.mark.parametrize(("N", "H", "HV", "K", "V"), [(1, 2, 4, 128, 128), (2, 1, 1, 33, 17), (3, 1, 3, 8, 1)])
+def test_updates_left_to_the_next_call(isa, N, H, HV, K, V, T, in_place):
+    """With `pending`, calls give the bits that they give without, and so does the state once it is settled."""
+    state = make_inputs(0, N, 1, H, HV, K, V, N)["initial_state"]
+    plain, pending = state.copy(), kda.no_updates(state)
+    assert pending.shape == (N, HV, 2 * K + V)
+    for call in range(3):
+        x = make_inputs(call, N, T, H, HV, K, V)
+        want, _ = kda.fused_recurrent_kda(**x, initial_state=plain, state_out=plain, isa=isa)
+        target = state if in_place else np.full_like(state, np.nan)
+        got, returned = kda.fused_recurrent_kda(**x, initial_state=state, state_out=target, pending=pending, isa=isa)
+        assert returned is target
+        assert same_bits(got, want)
+        assert not np.array_equal(target, plain)  # it lacks the last update
+        state = target
+    last = state.copy(), pending.copy()
+    empty = make_inputs(0, N, 0, H, HV, K, V)
+    kda.fused_recurrent_kda(**empty, initial_state=state, state_out=state, pending=pending, isa=isa)
+    assert same_bits(state, last[0])
+    assert same_bits(pending, last[1])
+    kda.settle(state, pending, isa=isa)
+    assert same_bits(state, plain)
+    assert same_bits(pending, kda.no_updates(state))
+
+
+def test_settle_by_hand(isa):
+    """S = [[1, 2], [3, 4]], decay (1/2, 0), k = (2, 1), d = (10, 20)."""
+    state = np.array([1, 2, 3, 4], np.float32).reshape(1, 1, 2, 2)
+    pending = kda.no_updates(state)
+    assert pending.ravel().tolist() == [1, 1, 0, 0, 0, 0]
+    kda.settle(state, pending, isa=isa)
+    assert state.ravel().tolist() == [1, 2, 3, 4]
+    pending[0, 0] = [0.5, 0, 2, 1, 10, 20]
+    kda.settle(state, pending, isa=isa)
+    assert state.ravel().tolist() == [20.5, 41, 10, 20]
+    assert pending.ravel().tolist() == [1, 1, 0, 0, 0, 0]
+
+
+def test_updates_that_cannot_be_left():
+    x = make_inputs(0, 2, 1, 1, 2, 8, 4, 2)
+    state, pending = x["initial_state"], kda.no_updates(x["initial_state"])
+    before = state.copy()
+    for error, message, change in [
+            (ValueError, "pending: a state that is returned lacks nothing; pass state_out too", {"state_out": None}),
+            (ValueError, r"pending: expected float32 \[2, 2, 20\], got float32 \[2, 2, 19\]",
+             {"pending": pending[..., :19]}),
+            (ValueError, "pending: expected float32 .*, got float64", {"pending": pending.astype(np.float64)}),
+            (ValueError, "pending: axis 1 has a stride", {"pending": np.ones((2, 4, 20), np.float32)[:, ::2]}),
+            (ValueError, "pending: overlaps initial_state", {"pending": state.reshape(-1)[:80].reshape(2, 2, 20)}),
+            (TypeError, "pending: expected a numpy array", {"pending": [1.0]})]:
+        with pytest.raises(error, match=message):
+            kda.fused_recurrent_kda(**x | {"state_out": state, "pending": pending} | change)
+    for error, message, args in [
+            (ValueError, r"state: expected \[N, HV, K, V\], got \[8, 4\]", (state[0, 0], pending)),
+            (ValueError, r"pending: expected float32 \[2, 2, 20\], got float32 \[1, 2, 20\]", (state, pending[:1])),
+            (ValueError, "state: expected float32 .*, got float64", (state.astype(np.float64), pending))]:
+        with pytest.raises(error, match=message):
+            kda.settle(*args)
+    assert same_bits(state, before)
+    assert same_bits(pending, kda.no_updates(state))
+
+
 def test_state_out_in_place(isa):
     """initial_state as its own state_out: no copy, and the bits of the functional call."""
     x = make_inputs(24, 2, 5, 1, 2, 33, 20, N=2)

@@ -523,7 +523,8 @@ class Step:
             s_in, v_in, ld_in, keep = s.pointer, self.v.pointer + 4 * j0, n + gap, keep[1:]
         else:
             s_in, v_in, ld_in = s.pointer + 4 * j0, self.v.pointer + 4 * j0, s.size_of_row
-        kernel(isa, "step")(o, out, None, work, s_in, None, self.q, self.k, v_in, self.decay, self.beta, self.K, n, n + gap, ld_in)
+        kernel(isa, "step")(o, out, None, work, s_in, None, self.q, self.k, v_in, self.decay, self.beta, self.K, n,
+                            n + gap, ld_in)
         assert all(x.unchanged() for x in keep)
         assert o.guards_unchanged()
         assert out.guards_unchanged()
@@ -563,6 +564,57 @@ def test_step(isa, K, V):
         again_o, again_s = step.run(isa, gap, in_place)
         assert np.array_equal(bits(again_o), bits(o))
         assert np.array_equal(bits(again_s), bits(s))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("V", SIZES)
+@pytest.mark.parametrize("K", [1, 17, 64, 129])
+def test_updates_put_off_keep_the_bits(isa, K, V, in_place):
+    """Three tokens: the first leaves its update, the second makes it and leaves its own, the third makes both; and
+    settle makes what is left. Each as if it had been made at once."""
+    tokens = [Step(K, V, seed=K + 7 * V + t) for t in range(3)]
+    want_o, want_s = [], []
+    for token in tokens:
+        if want_s:
+            token.s.array[...] = want_s[-1]
+            token.s.before = token.s.whole.copy()
+        o, s = token.run(isa)
+        want_o.append(o)
+        want_s.append(s)
+
+    S = Guarded(tokens[0].s.array.copy(), 1, 5)
+    S.array[...] = tokens[0].s.array
+    updates, work = blank(2 * K + V, lead=3), blank(2 * K + V, lead=1)
+
+    def step(t, s_out, left, s_in, pending):
+        token, o = tokens[t], blank(V, lead=1)
+        kernel(isa, "step")(o, s_out, left, work, s_in, pending, token.q, token.k, token.v, token.decay, token.beta,
+                            K, V, V + 5, V + 5)
+        assert all(x.unchanged() for x in (token.q, token.k, token.v, token.decay))
+        assert all(x.guards_unchanged() for x in (o, S, updates, work))
+        assert np.array_equal(bits(o.array), bits(want_o[t]))
+
+    start = S.whole.copy()
+    step(0, S, updates, S, None)
+    assert np.array_equal(bits(S.whole), bits(start))  # read alone
+    assert np.array_equal(updates.array[:K], tokens[0].decay.array)
+    assert np.array_equal(updates.array[K:2 * K], tokens[0].k.array)
+    settled = blank(K, V, lead=1, gap=5)
+    kernel(isa, "settle")(settled, S, updates, K, V, V + 5, V + 5)
+    assert settled.guards_unchanged()
+    assert np.array_equal(bits(settled.array), bits(want_s[0]))
+
+    target, other = (S, updates) if in_place else (blank(K, V, lead=2, gap=5), blank(2 * K + V, lead=2))
+    before = S.whole.copy(), updates.whole.copy()
+    step(1, target, other, S, updates)
+    if not in_place:
+        assert np.array_equal(bits(S.whole), bits(before[0]))
+        assert np.array_equal(bits(updates.whole), bits(before[1]))
+    assert target.guards_unchanged()
+    assert other.guards_unchanged()
+    assert np.array_equal(bits(target.array), bits(want_s[0]))  # the second token's is left
+    step(2, target, None, target, other)
+    assert np.array_equal(bits(target.array), bits(want_s[2]))
 
 
 @pytest.mark.parametrize("V", SIZES)
@@ -1180,10 +1232,16 @@ def test_nothing_is_touched_past_the_end(isa, n):
                 for name in ("s", "q", "k", "v", "decay")}
         ends |= {"o": before_a_forbidden_page(o), "work": before_a_forbidden_page(np.zeros(2 * K + V, np.float32))}
         at = {name: pointer for name, (pointer, _) in ends.items()}
-        kernel(isa, "step")(at["o"], at["s"], None, at["work"], at["s"], None, at["q"], at["k"], at["v"], at["decay"], step.beta,
-                            K, V, V, V)
+        kernel(isa, "step")(at["o"], at["s"], None, at["work"], at["s"], None, at["q"], at["k"], at["v"],
+                            at["decay"], step.beta, K, V, V, V)
         assert ctypes.string_at(at["o"], o.nbytes) == o.tobytes()
         assert ctypes.string_at(at["s"], s.nbytes) == s.tobytes()
+        updates, keep = before_a_forbidden_page(np.zeros(2 * K + V, np.float32))
+        for pending, left in [(None, updates), (updates, updates), (updates, None)]:
+            kernel(isa, "step")(at["o"], at["s"], left, at["work"], at["s"], pending, at["q"], at["k"], at["v"],
+                                at["decay"], step.beta, K, V, V, V)
+        kernel(isa, "settle")(at["s"], at["s"], updates, K, V, V, V)
+        del keep
 
         back = StepBackward(K, V, seed=n)
         want = back.run(isa)

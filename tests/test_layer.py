@@ -391,15 +391,16 @@ def test_no_further_than_the_window():
 
 
 def test_a_window_costs_snapshots_not_copies():
-    """Three buffers, and raw projections of at most two windows and the last call."""
+    """Three buffers, the update that each may lack, and raw projections of at most two windows and the last call."""
     layer = KDALayer.from_tensors(TINY, seeded(TINY))
     plain, state = layer.new_state(), layer.new_state(rollback_window=8)
     assert state.nbytes == 3 * plain.nbytes
     token = 4 * (3 * 32 + 2 + 32)
+    updates = 4 * 2 * (16 + 16 + 16)
     most = 0
     for t in range(64):
         layer(inputs(TINY, 1, 1, t), state)
-        most = max(most, state.nbytes - 3 * plain.nbytes)
+        most = max(most, state.nbytes - 3 * plain.nbytes - 3 * updates)
     assert 8 * token <= most <= 17 * token
 
 
@@ -434,6 +435,67 @@ def test_views_are_the_state():
     locked = layer.new_state(rollback_window=2)
     with pytest.raises(ValueError, match="read-only"):
         locked.recurrent[...] = 1
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_updates_are_left_and_nobody_sees_it(isa, team, window):
+    """A state that is decoded with, beside one whose S was shown before, where every update is made at once."""
+    layer = KDALayer.from_tensors(TINY, seeded(TINY), isa=isa)
+    state, plain = layer.new_state(2, rollback_window=window), layer.new_state(2)
+    assert not plain.recurrent.any()
+    x = inputs(TINY, 2, 90)
+
+    def both(start, end):
+        assert same_bits(layer(x[:, start:end], state), layer(x[:, start:end], plain))
+
+    def left(a):
+        return [row.lacks[row.slot] is not None for row in a.rows]
+
+    for t in range(5):
+        both(t, t + 1)
+        assert left(state) == [True, True]
+        assert left(plain) == [False, False]
+    both(5, 8)
+    twin = state.copy()  # settles
+    assert same_state(twin, plain)
+    both(8, 9)
+    assert left(state) == [True, True]
+    shown = plain.recurrent, plain.conv_q, plain.conv_k, plain.conv_v
+    assert all(same_bits(a, np.ascontiguousarray(b)) for a, b in zip(state.arrays(), shown, strict=True))
+    both(9, 10)
+    assert same_state(state.select([1]), plain.select([1]))
+    both(10, 11)
+    if window:
+        kept = layer.new_state(2)
+        layer(x[:, :11], kept)
+        both(11, 13)
+        state.rollback(2)
+        assert same_state(state, kept)
+        for a in (state, kept):
+            layer(x[:, 11:12], a)
+        assert left(state) == [True, True]
+        both_long = layer(x[:, 12:85], state), layer(x[:, 12:85], kept)
+        assert same_bits(*both_long)
+        assert same_state(state, kept)
+    else:
+        both(11, 85)  # in blocks, after an update that was left
+        assert left(state) == [False, False]
+        both(85, 86)
+        assert left(state) == [True, True]
+        assert same_state(state, plain)  # shown
+        both(86, 87)
+        assert left(state) == [False, False]
+
+
+def test_updates_left_by_another_isa():
+    """A state that two layers share keeps to the bits of the one whose token it was."""
+    layers = [KDALayer.from_tensors(TINY, seeded(TINY), isa=name) for name in ("scalar", None)]
+    state, plain = layers[0].new_state(), layers[0].new_state()
+    assert not plain.recurrent.any()
+    for t in range(6):
+        x = inputs(TINY, 1, 1, t)
+        assert same_bits(layers[t % 2](x, state), layers[t % 2](x, plain))
+    assert same_state(state, plain)
 
 
 def test_assign_takes_a_state_from_elsewhere():

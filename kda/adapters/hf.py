@@ -207,7 +207,7 @@ class _Runner:
         heads = (a.num_heads, a.head_dim)
         history = S = None
         if kept is not None:
-            history, S = kept.history(), torch.from_numpy(kept.state.recurrent.copy())
+            history, S = kept.history(), kept.recurrent_states[0]
         raw = torch.cat([a.q_proj(x), a.k_proj(x), a.v_proj(x)], dim=-1)
         qkv, history = kt.causal_conv1d(raw, a.conv1d.weight, None, "silu", history, kept is not None, cu_seqlens)
         q, k, v = (part.unflatten(-1, heads) for part in qkv.chunk(3, dim=-1))
@@ -294,7 +294,7 @@ class KDACacheLayer(LinearAttentionCacheLayerMixin):
     @property
     def recurrent_states(self) -> dict[int, Tensor | None]:
         """{0: S [B, H, K, V]}, a copy; None before the first call."""
-        return {0: None if self._state is None else torch.from_numpy(self._state.recurrent.copy())}
+        return {0: None if self._state is None else torch.from_numpy(self._state.arrays()[0])}
 
     @property
     def is_conv_states_initialized(self) -> dict[int, bool]:
@@ -323,7 +323,7 @@ class KDACacheLayer(LinearAttentionCacheLayerMixin):
         self.record_past = True
         if self._state is not None and not self._state.rollback_window:
             old, self._state = self._state, self._layer.new_state(self._state.batch, self._window)
-            self._state.assign(old.recurrent, old.conv_q, old.conv_k, old.conv_v, old.positions)
+            self._state.assign(*old.arrays(), old.positions)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last -tokens_to_remove tokens, bit for bit."""

@@ -271,7 +271,8 @@ def plan_rows(quick: bool, isa: str | None = None) -> tuple[list[Callable[[], Wo
     left_out = {name: " by --quick" if quick else f", it needs {size} bytes and only {free} are free"
                 for name, size in large.items() if quick or (free is not None and free < 2 * size)}
     works: list[Callable[[], Work]] = [
-        *(partial(Decode, shape, isa) for shape in decodes if title(shape) not in left_out),
+        *(partial(Decode, shape, isa, left) for shape in decodes for left in (False, True)
+          if title(shape) not in left_out),
         *(partial(Prefill, layer, T, isa) for T in prefills if f"{title(layer)}, {of_tokens(T)}" not in left_out),
         *(partial(Layer, layer, T, isa) for T in (1, 1024)),
         *(partial(WholeLayer, counts.KIMI_LINEAR_CONFIG, fmt, 1, counts.KIMI_LINEAR.layers, 1, 0, isa)
@@ -423,9 +424,10 @@ NOTES = [
     "us/token: median of samples (fastest in brackets). MAC and FLOP: the delta rule, 3*K*V multiply-adds per head, "
     "without the decay. Every share is the median of ratios of neighbouring samples in one process: the time of a "
     "limit / the time of the call.",
-    "of in-place: s = a*s + b over the bytes of the state; state GB/s: state read and written once per token, 10^9 "
-    "bytes. of FMA: 4 lanes of floating-point instructions per state element at the multiply-add peak (one lane "
-    "counts as one).",
+    "updates left: a token's update of the state is made by the pass of the next one, as KDALayer does it "
+    "(fused_recurrent_kda's argument `pending`). of in-place: s = a*s + b over the bytes of the state; state GB/s: "
+    "state read and written once per token, 10^9 bytes. of FMA: 4 lanes of floating-point instructions per state "
+    "element at the multiply-add peak (one lane counts as one).",
     "of FMA peak: the MAC of the delta rule at the multiply-add peak, whatever else the call does (the fused layer: "
     "convolutions, norms, gates).",
     "the whole layer: projections, convolutions, gates, delta rule, norm, from Python. Its bound: reading the weights "

@@ -291,7 +291,7 @@ def measure_machine(plan: Plan, disk_bytes_per_s: float, disk: str, isa: str | N
     one = replace(shape, layers=1)
     free = bench.available_bytes() or 2**33
     layers = max(1, min(shape.layers, free // 4 // one.state_bytes))
-    decode = Decode(replace(shape, layers=layers), isa)
+    decode = Decode(replace(shape, layers=layers), isa, left=True)
     found = probes(isa, get_num_threads())
     peak = found["int8 dot"] if plan.weight_format in ("q8g", "q4g") else found["float32 FMA"]
     read: list[float] = []

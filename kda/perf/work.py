@@ -91,30 +91,43 @@ class Work:
 
 
 class Decode(Work):
-    """One token through every layer of a shape, token by token.
+    """`T` tokens of each of `batch` sequences through every layer of a shape, token by token.
 
-    Each layer has its own inputs and its own 64-byte aligned state [1, HV, K, V], as in a model.
+    Each layer has its own inputs and its own 64-byte aligned state [batch, HV, K, V], as in a model. left: each call
+    leaves its last update of the state to the next one, as KDALayer's do.
     """
 
-    kind, tokens = "decode", 1
+    kind = "decode"
 
-    def __init__(self, shape: Shape, isa: str | None = None) -> None:
+    def __init__(self, shape: Shape, isa: str | None = None, left: bool = False, T: int = 1, batch: int = 1) -> None:
         rng = Random()
         L, H, HV, K, V = shape.layers, shape.H, shape.HV, shape.K, shape.V
-        self.name, self.shape, self.isa, self.normalise = title(shape), shape, isa, True
-        self.q, self.k = rng.normal(L, 1, 1, H, K), rng.normal(L, 1, 1, H, K)
-        self.v = rng.normal(L, 1, 1, HV, V)
-        self.g = -0.5 * rng.uniform(L, 1, 1, HV, K)
-        self.beta = 0.01 + 0.98 * rng.uniform(L, 1, 1, HV)
-        self.states = aligned_empty((L, 1, HV, K, V))
-        self.states[:] = 0.1 * rng.normal(1, 1, HV, K, V)
-        self.result = np.empty((L, 1, 1, HV, V), np.float32)
-        self._calls = list(zip(self.q, self.k, self.v, self.g, self.beta, self.states, self.result, strict=True))
+        self.tokens = batch * T
+        self.name = title(shape) + f", {batch} sequences" * (batch > 1) + f", {of_tokens(T)}" * (T > 1) + (
+            ", updates left" * left)
+        self.shape, self.isa, self.normalise = shape, isa, True
+        self.q, self.k = rng.normal(L, batch, T, H, K), rng.normal(L, batch, T, H, K)
+        self.v = rng.normal(L, batch, T, HV, V)
+        self.g = -0.5 * rng.uniform(L, batch, T, HV, K)
+        self.beta = 0.01 + 0.98 * rng.uniform(L, batch, T, HV)
+        self.states = aligned_empty((L, batch, HV, K, V))
+        self.states[:] = 0.1 * rng.normal(1, batch, HV, K, V)
+        self.result = np.empty((L, batch, T, HV, V), np.float32)
+        self.pending = [kda.no_updates(state) if left else None for state in self.states]
+        self._calls = list(zip(self.q, self.k, self.v, self.g, self.beta, self.states, self.result, self.pending,
+                               strict=True))
 
     def run(self) -> None:
-        for q, k, v, g, beta, state, o in self._calls:
-            kda.fused_recurrent_kda(q, k, v, g, beta, initial_state=state, state_out=state, out=o,
+        for q, k, v, g, beta, state, o, pending in self._calls:
+            kda.fused_recurrent_kda(q, k, v, g, beta, initial_state=state, state_out=state, out=o, pending=pending,
                                     use_qk_l2norm_in_kernel=self.normalise, isa=self.isa)
+
+    def settled(self) -> Floats:
+        """The states, with whatever they lacked made."""
+        for state, pending in zip(self.states, self.pending, strict=True):
+            if pending is not None:
+                kda.settle(state, pending, isa=self.isa)
+        return self.states
 
 
 class Prefill(Work):
