@@ -663,7 +663,7 @@ def conv_step(int isa, y, state, x, weight, bias, int activation):
     job.N, job.T, job.D, job.activation = B, 1, D, activation
     cdef Py_ssize_t items = kda_conv_items(&job)
     cdef int threads = <int>max(1, min(<Py_ssize_t>threads_for(8 * B * D), items))
-    job.scratch_floats = 512
+    job.scratch_floats = 2 * KDA_CONV_CHANNELS
     job.scratch = buffers.scratch(threads, job.scratch_floats)
     run(&kda_conv_step_item, &job, items, threads)
 

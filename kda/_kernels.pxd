@@ -80,6 +80,7 @@ cdef extern from "jobs.h" nogil:
         KDA_NEG_EIGVAL
         KDA_BF16_BLOCKS
         KDA_GROUP
+        KDA_CONV_CHANNELS
 
     struct kda_tensor:
         void *data

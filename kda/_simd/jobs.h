@@ -116,7 +116,7 @@ struct kda_norm_job {
 void kda_norm_item(const void *job, ptrdiff_t item, int thread); /* one token */
 
 /* The short convolution: y, x [batch, token, -, D]; channels in blocks. */
-enum { KDA_CONV_CHANNELS = 256, KDA_CONV_TOKENS = 16 };
+enum { KDA_CONV_CHANNELS = 512, KDA_CONV_TOKENS = 32 };
 struct kda_conv_job {
     const struct kda_kernels *isa;
     struct kda_tensor y, x;
