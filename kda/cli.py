@@ -13,7 +13,7 @@ from pathlib import Path
 import kda
 from kda import check, runtime
 from kda.perf import bench, ceiling, compare, dashboard, history, instructions, nvme, results
-from kda.plan import EXPERT_FORMATS, WEIGHT_FORMATS, render
+from kda.plan import EXPERT_FORMATS, STATE_DTYPES, WEIGHT_FORMATS, render
 
 SHIPPED = ("kimi_linear_48b", "kimi_k3")  # in kda/data
 
@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     planner.add_argument("--batch", type=int, default=1, metavar="N", help="sequences; default: 1")
     planner.add_argument("--format", choices=WEIGHT_FORMATS, default="q8g", help="of the weights; default: q8g")
     planner.add_argument("--experts", choices=EXPERT_FORMATS, help="of the routed experts; default: --format")
+    planner.add_argument("--state", choices=STATE_DTYPES, default="float32", help="dtype of S; default: float32")
     planner.add_argument("--bandwidth", metavar="SPEED", help="of the disk, like 12.78GB/s or 11.9GiB/s")
     planner.add_argument("--hit-rate", type=float, default=0.0, metavar="SHARE", help="of expert bytes found in memory")
     planner.add_argument("-o", "--output", choices=["text", "md", "json"], default="text")
@@ -166,7 +167,8 @@ def run_plan(args: argparse.Namespace) -> int:
     """`kda plan`"""
     try:
         config = read_config(args.config)
-        plans = [kda.plan(config, n, args.batch, args.format, expert_format=args.experts) for n in args.context]
+        plans = [kda.plan(config, n, args.batch, args.format, expert_format=args.experts, state_dtype=args.state)
+                 for n in args.context]
         disk = None
         if args.bandwidth is not None:
             read = plans[0].expert_read_bytes_per_token

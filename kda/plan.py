@@ -21,6 +21,7 @@ LANE_OPS_PER_ELEMENT = 4
 
 WEIGHT_FORMATS = ("f32", "bf16", "q8g", "q4g")
 EXPERT_FORMATS = (*WEIGHT_FORMATS, "vq3r")
+STATE_DTYPES = ("float32", "bfloat16")  # of KDAState
 _BITS = {"f32": 32, "bf16": 16, "q8g": 8, "q4g": 4}
 _GROUP = 128  # columns that share a float16 scale in q8g and q4g
 _PAGE, _RECORD_HEADER = 4096, 48  # of an expert's record on disk: alignment of direct reads, bytes before the matrices
@@ -237,13 +238,15 @@ class Plan:
     weight_format: str
     expert_format: str
     components: tuple[Component, ...]
+    state_dtype: str = "float32"
 
     # ---- state ----
 
     @property
     def kda_state_bytes(self) -> int:
-        """Float32 states of the KDA layers: batch * n_kda * HV * K * V * 4. Does not grow with the context."""
-        return self.batch * delta_rule(self.config).state_bytes
+        """States of the KDA layers: batch * n_kda * HV * K * V * 4, or * 2 in bfloat16. Does not grow with the
+        context."""
+        return self.batch * delta_rule(self.config).state_bytes // (1 if self.state_dtype == "float32" else 2)
 
     @property
     def conv_state_bytes(self) -> int:
@@ -367,7 +370,8 @@ class Plan:
         """Every figure by its name here, for JSON: integers, bytes unless the name says mac or flop."""
         names = [name for name, value in vars(Plan).items() if isinstance(value, property)]
         own = {"config": asdict(self.config), "identity": self.config.identity, "context": self.context,
-               "batch": self.batch, "weight_format": self.weight_format, "expert_format": self.expert_format}
+               "batch": self.batch, "weight_format": self.weight_format, "expert_format": self.expert_format,
+               "state_dtype": self.state_dtype}
         parts = [asdict(c) | {"bytes": c.bytes, "read_bytes": c.read_bytes, "mac": c.mac} for c in self.components]
         return own | {name: getattr(self, name) for name in names} | {"components": parts}
 
@@ -376,11 +380,12 @@ class Plan:
 
 
 def plan(config: KDAConfig, context: int = 4096, batch: int = 1, weight_format: str = "q8g", *,
-         expert_format: str | None = None) -> Plan:
+         expert_format: str | None = None, state_dtype: str = "float32") -> Plan:
     """Count the memory, the work and the traffic of a model from its config.
 
     context : tokens of each sequence. batch : sequences. weight_format : "f32", "bf16", "q8g" or "q4g" of the weight
-    matrices. expert_format : of the routed experts; also "vq3r". Default: weight_format.
+    matrices. expert_format : of the routed experts; also "vq3r". Default: weight_format. state_dtype : of the KDA
+    layers' states, "float32" or "bfloat16", as KDAState takes it.
 
     Raises TypeError for a config that is not a KDAConfig; ValueError for other formats, or sizes below 1.
     """
@@ -389,11 +394,12 @@ def plan(config: KDAConfig, context: int = 4096, batch: int = 1, weight_format: 
                         f"got {type(config).__name__}")
     expert_format = weight_format if expert_format is None else expert_format
     for name, value, formats in (("weight_format", weight_format, WEIGHT_FORMATS),
-                                 ("expert_format", expert_format, EXPERT_FORMATS)):
+                                 ("expert_format", expert_format, EXPERT_FORMATS),
+                                 ("state_dtype", state_dtype, STATE_DTYPES)):
         if value not in formats:
             raise ValueError(f"{name}: expected one of {', '.join(formats)}, got {value!r}")
     return Plan(config, _size("context", context), _size("batch", batch), weight_format, expert_format,
-                _components(config, weight_format, expert_format))
+                _components(config, weight_format, expert_format), state_dtype)
 
 
 def _size(name: str, value: int) -> int:
@@ -454,7 +460,7 @@ def render(plans: Sequence[Plan], markdown: bool = False) -> str:
     def size(name: str, n: int | None, *more: str) -> list[str]:
         return [name, _number(n), _binary(n), _decimal(n), *more]
 
-    memory = [size("KDA state", first.kda_state_bytes, "constant"),
+    memory = [size(f"KDA state, {first.state_dtype}", first.kda_state_bytes, "constant"),
               size("convolution history", first.conv_state_bytes, "constant")]
     growth = f"{_number(first.batch * first.cache_bytes_per_token)} B per token" if full else "constant"
     for p in plans:

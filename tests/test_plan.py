@@ -240,6 +240,7 @@ def test_expert_records():
     ({"weight_format": "int8"}, "weight_format: expected one of f32, bf16, q8g, q4g, got 'int8'"),
     ({"weight_format": "vq3r"}, "weight_format: expected one of f32, bf16, q8g, q4g, got"),
     ({"expert_format": "q5"}, "expert_format: expected one of f32, bf16, q8g, q4g, vq3r, got 'q5'"),
+    ({"state_dtype": "float16"}, "state_dtype: expected one of float32, bfloat16, got 'float16'"),
 ])
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -251,11 +252,21 @@ def test_a_config_is_required():
         kda.plan(KIMI)
 
 
+def test_a_bfloat16_state_takes_half():
+    """As KDAState does; the histories stay float32."""
+    full, half = (kda.plan(MODELS["kimi"], state_dtype=dtype) for dtype in ("float32", "bfloat16"))
+    assert (full.kda_state_bytes, half.kda_state_bytes) == (41_943_040, 20_971_520)
+    assert half.conv_state_bytes == full.conv_state_bytes
+    assert full.state_traffic_bytes_per_token - half.state_traffic_bytes_per_token == 41_943_040
+    state = kda.KDAState(MODELS["kimi"], state_dtype="bfloat16")
+    assert 20 * state.nbytes == half.kda_state_bytes + half.conv_state_bytes
+
+
 # ---- tables and JSON ----
 
 def test_the_table_names_its_units():
     text = str(kda.plan(MODELS["k3"]))
-    for row in (r"KDA state +434,110,464 +414\.0 MiB +434\.1 MB +constant",
+    for row in (r"KDA state, float32 +434,110,464 +414\.0 MiB +434\.1 MB +constant",
                 r"MLA latents, 4,096 tokens +226,492,416 +216\.0 MiB +226\.5 MB +55,296 B per token",
                 r"all state, 4,096 tokens +691,126,272 +659\.1 MiB +691\.1 MB",
                 r"delta rule +4,718,592 +325,582,848 +651,165,696 +constant"):
@@ -281,7 +292,7 @@ def test_kda_plan_as_text_and_markdown(capsys):
     assert re.search(r"MLA latents, 1,048,576 tokens +57,982,058,496 +54\.00 GiB", text)
     assert main(["plan", "kimi_k3", "--context", "4096,1048576", "-o", "md"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "| KDA state | 434,110,464 | 414.0 MiB | 434.1 MB | constant |" in lines
+    assert "| KDA state, float32 | 434,110,464 | 414.0 MiB | 434.1 MB | constant |" in lines
     for head in (i for i, line in enumerate(lines) if line.startswith("| ---")):
         table = [line.count("|") for line in lines[head - 1:] if line]
         width = table[0]
@@ -296,6 +307,8 @@ def test_kda_plan_as_json(capsys, tmp_path):
     assert [p["context"] for p in d["plans"]] == [1, 4096]
     assert d["plans"][1] == json.loads(json.dumps(kda.plan(MODELS["kimi"], 4096, 2, "q4g").to_dict()))
     assert d["nvme"] is None
+    assert main(["plan", str(tmp_path), "--state", "bfloat16", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["kda_state_bytes"] == 20_971_520
 
 
 def test_kda_plan_with_a_disk(capsys):
