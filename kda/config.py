@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, NoReturn
 
 # model_type of a config.json, or of its text_config, that this package knows.
@@ -135,6 +133,8 @@ class KDAConfig:
     def identity(self) -> str:
         """model_type and 16 hex digits of SHA-256 over everything that a saved state depends on: the fields down to
         norm_eps. A K3 config.json and its text_config alone have the same identity."""
+        import hashlib
+
         values = {f.name: getattr(self, f.name) for f in fields(self)[:_STATE_FIELDS]}
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return f"{self.model_type}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -215,6 +215,8 @@ def _is_int(value: object) -> bool:
 
 def _load(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """The parsed config, and what messages call it."""
+    from pathlib import Path
+
     if isinstance(source, Mapping):
         return source, "config"
     if not isinstance(source, str | os.PathLike):

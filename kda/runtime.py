@@ -2,10 +2,7 @@
 
 import math
 import os
-import platform
-import re
 import sys
-from pathlib import Path
 
 from kda import _core
 
@@ -57,47 +54,52 @@ def _choose() -> int:
         return next(i for i, (_, runs_here, _) in enumerate(_ROWS) if runs_here)
     if name not in _INDEX:
         wrong = _no_such_isa("KDA_ISA", name)
-        if Path(sys.argv[0]).name == "kda" or sys.orig_argv[1:3] == ["-m", "kda"]:  # the command: no traceback
+        if os.path.basename(sys.argv[0]) == "kda" or sys.orig_argv[1:3] == ["-m", "kda"]:  # the command: no traceback
             print(f"kda: {wrong}", file=sys.stderr)
             raise SystemExit(2)
         raise ImportError(wrong)
     return _INDEX[name]
 
 
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
 def _cgroup_cpus() -> float:
     """The CPU quota of this process's cgroup in CPUs, inf without one (cgroup v2, then v1)."""
     quota = math.inf
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _read("/proc/self/cgroup").splitlines()
     except OSError:
         return quota
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, read = Path("/sys/fs/cgroup"), _quota_v2
+            folder, quota_of = "/sys/fs/cgroup", _quota_v2
         elif "cpu" in controllers.split(","):
-            root, read = Path("/sys/fs/cgroup/cpu"), _quota_v1
+            folder, quota_of = "/sys/fs/cgroup/cpu", _quota_v1
         else:
             continue
-        here = root / path.lstrip("/")
-        for folder in [here, *here.parents]:  # every level above limits too
-            if root == folder or root in folder.parents:
-                quota = min(quota, read(folder))
+        quota = min(quota, quota_of(folder))
+        for part in path.strip("/").split("/"):  # every level limits
+            folder += "/" + part
+            quota = min(quota, quota_of(folder))
     return quota
 
 
-def _quota_v2(folder: Path) -> float:
+def _quota_v2(folder: str) -> float:
     try:
-        limit, period = (folder / "cpu.max").read_text().split()
+        limit, period = _read(f"{folder}/cpu.max").split()
         return math.inf if limit == "max" else int(limit) / int(period)
     except (OSError, ValueError):
         return math.inf
 
 
-def _quota_v1(folder: Path) -> float:
+def _quota_v1(folder: str) -> float:
     try:
-        limit = int((folder / "cpu.cfs_quota_us").read_text())
-        return math.inf if limit <= 0 else limit / int((folder / "cpu.cfs_period_us").read_text())
+        limit = int(_read(f"{folder}/cpu.cfs_quota_us"))
+        return math.inf if limit <= 0 else limit / int(_read(f"{folder}/cpu.cfs_period_us"))
     except (OSError, ValueError):
         return math.inf
 
@@ -141,8 +143,11 @@ def get_num_threads() -> int:
 
 def cpu_name() -> str:
     """The processor's own name where the system tells it."""
+    import platform
+    import re
+
     try:
-        found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+        found = re.search(r"model name\s*: (.+)", _read("/proc/cpuinfo"))
         if found:
             return found[1]
     except OSError:
@@ -152,10 +157,12 @@ def cpu_name() -> str:
 
 def cache_sizes() -> dict[str, int]:
     """{"L1d": bytes, "L2": bytes, "L3": bytes} of CPU 0, as far as the system tells."""
+    import glob
+
     sizes = {}
-    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+    for folder in sorted(glob.glob("/sys/devices/system/cpu/cpu0/cache/index*")):
         try:
-            level, kind, size = ((folder / f).read_text().strip() for f in ("level", "type", "size"))
+            level, kind, size = (_read(f"{folder}/{file}").strip() for file in ("level", "type", "size"))
             if kind != "Instruction":
                 sizes[f"L{level}" + ("d" if kind == "Data" else "")] = int(size.rstrip("K")) * 1024
         except (OSError, ValueError):

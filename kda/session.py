@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import mmap
 import os
 import reprlib
-import secrets
-import shutil
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +18,9 @@ from kda.config import KDAConfig
 from kda.ops import Array
 from kda.quant import safetensors_header
 from kda.state import KDAState, exclusive
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _FORMAT, _VERSION = "kda-session", "1"
 _LAYOUT = "recurrent B,HV,K,V; conv B,D,W-1 oldest first"
@@ -125,6 +124,11 @@ class Session:
         the new one, with the permissions of the old one. A symbolic link is followed. Raises OSError where it cannot
         be written (the old file is untouched), RuntimeError between two layers of a forward pass.
         """
+        import hashlib
+        import secrets
+        import shutil
+        from pathlib import Path
+
         path = Path(os.path.realpath(Path(path)))
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -171,6 +175,8 @@ class Session:
     @classmethod
     def _read(cls, data: mmap.mmap, size: int, config: KDAConfig, rollback_window: int,
               refuse: Callable[[str], ValueError]) -> Session:
+        import hashlib
+
         length = int.from_bytes(data[:8], "little")
         if length > min(size - 8, _MOST_HEADER):
             raise refuse(f"its header has {length} bytes, the file {size}: truncated, or no safetensors")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kda.config import KDAConfig
 from kda.ops import _F32, Array, _check_dtype, _described, _packed
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # transformers' modules gather some tensors of the checkpoints under other names.
 _ALSO = {name: f"forget_gate.{name}" for name in ("A_log", "dt_bias", "f_a_proj.weight", "f_b_proj.weight")}
@@ -102,6 +104,8 @@ def read_safetensors(path: str | os.PathLike[str], prefix: str) -> dict[str, Arr
     Raises FileNotFoundError, ValueError for files that are no safetensors or lack a tensor the index promises, and
     TypeError for dtypes that numpy does not have.
     """
+    from pathlib import Path
+
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)

@@ -80,6 +80,21 @@ def test_import_brings_nothing_heavy():
     assert not loaded & HEAVY
 
 
+# What `import kda` brings beyond numpy: every program that imports it pays for that, so what one function needs is
+# imported in that function. Other versions of numpy bring some of these themselves.
+OURS = {"kda", *(f"kda.{name}" for name in ("_core", "config", "dense", "layer", "ops", "plan", "quant", "runtime",
+                                             "session", "state", "weights"))}
+OTHERS = {"ml_dtypes", "json", "dataclasses", "copy", "threading", "mmap", "errno",
+          "cython_runtime", "org"}  # of Cython's modules; of copy, for Jython
+
+
+def test_import_brings_these_modules():
+    code = "import sys, numpy.typing; before = {*sys.modules}; import kda; print(*{*sys.modules} - before)"
+    brought = set(python(code).stdout.split())
+    assert {name for name in brought if name.partition(".")[0] == "kda"} == OURS
+    assert {name.partition(".")[0] for name in brought if name[0] != "_"} - {"kda"} <= OTHERS
+
+
 def test_public_names():
     assert kda.__all__ == sorted(kda.__all__)
     pinned = {"fused_recurrent_kda", "fused_kda_gate", "l2norm", "isas", "set_num_threads", "get_num_threads",

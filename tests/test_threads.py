@@ -126,7 +126,7 @@ def test_affinity_is_honoured():
 def test_cgroup_quota(tmp_path, monkeypatch, cpu_max, cpus):
     """cpu.max of cgroup v2 is "quota period" in microseconds; one and a half CPUs are worth two threads."""
     (tmp_path / "cpu.max").write_text(cpu_max + "\n")
-    monkeypatch.setattr(runtime, "_cgroup_cpus", lambda: runtime._quota_v2(tmp_path))
+    monkeypatch.setattr(runtime, "_cgroup_cpus", lambda: runtime._quota_v2(str(tmp_path)))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     assert runtime.available_cpus() == cpus
 
@@ -146,7 +146,7 @@ def test_cgroup_files(tmp_path, monkeypatch, files, cpus):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(runtime, "Path", lambda path: tmp_path / path.lstrip("/"))
+    monkeypatch.setattr(runtime, "_read", lambda path: (tmp_path / path.lstrip("/")).read_text())
     assert runtime._cgroup_cpus() == cpus
 
 

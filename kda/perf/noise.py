@@ -48,13 +48,12 @@ def busy_seconds() -> float | None:
 def watch_others() -> Callable[[], float | None]:
     """Starts now; the function returned says how many CPUs others took on average since, None where nothing tells.
 
-    Others are all processes but this one, and the host. A call on every CPU that must share one of them is slower by
-    more than its limits are, so such a row says little.
+    Others are all processes but this one and those that it waited for, and the host. A call on every CPU that must
+    share one of them is slower by more than its limits are, so such a row says little.
     """
     def now() -> tuple[float, float | None, float]:
-        """Seconds on the clock, of all processes, of this one."""
-        own = os.times()
-        return perf_counter(), busy_seconds(), own.user + own.system
+        """Seconds on the clock, of all processes, of this one and those that it waited for."""
+        return perf_counter(), busy_seconds(), sum(os.times()[:4])
 
     wall, busy, own = now()
 
