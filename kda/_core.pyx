@@ -31,8 +31,6 @@ IDENTITY = KDA_IDENTITY
 SIGMOID = KDA_SIGMOID
 SILU = KDA_SILU
 
-cdef int thread_limit = 1
-
 kda_dispatch_init()
 
 
@@ -79,17 +77,16 @@ def threading():
 
 def set_thread_limit(int n):
     """n threads at most, KDA_MAX_THREADS if that is less; 1 in a serial build."""
-    global thread_limit
-    thread_limit = 1 if threading() == "serial" else min(n, KDA_MAX_THREADS)
+    kda_set_thread_limit(max(1, min(n, KDA_MAX_THREADS)))
 
 
 def threads_now():
     """Threads that a large call uses now."""
-    return thread_limit
+    return kda_thread_limit()
 
 
 cdef int threads_for(long long work) noexcept:
-    return <int>max(1, min(<long long>thread_limit, work // GRAIN))
+    return <int>max(1, min(<long long>kda_thread_limit(), work // GRAIN))
 
 
 cdef const kda_kernels *kernels_of(int isa) except NULL:

@@ -67,6 +67,8 @@ cdef extern from "threads.h" nogil:
     enum:
         KDA_MAX_THREADS
     void kda_parallel_for(kda_task_fn *, const void *, Py_ssize_t, int) noexcept
+    void kda_set_thread_limit(int n) noexcept
+    int kda_thread_limit() noexcept
     const char *kda_threading() noexcept
 
 cdef extern from "jobs.h" nogil:

@@ -11,9 +11,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
 #include <time.h>
+#ifndef _WIN32
+#include <sys/wait.h>
 #include <unistd.h>
+#endif
 
 enum { ITEMS = 257, CALLERS = 4, ROUNDS = 400, TEAM = 5 };
 
@@ -92,7 +94,8 @@ int main(void) {
     for (size_t i = 0; i < CALLERS; i++) pthread_create(&ids[i], NULL, caller, (void *)(i + 1));
     for (size_t i = 0; i < CALLERS; i++) pthread_join(ids[i], NULL);
     all_meet(TEAM);
-#ifndef __SANITIZE_THREAD__ /* which refuses to start threads in the child of a program that has some */
+#if !defined(_WIN32) && \
+    !defined(__SANITIZE_THREAD__) /* which starts no threads in the child of a program with some */
     for (int i = 0; i < 20; i++) {
         int status = -1;
         pthread_create(&ids[0], NULL, caller, (void *)99); /* in the middle of a job while the child is made */

@@ -57,7 +57,7 @@ def test_who_else_is_running(monkeypatch):
     wall, busy, own = zip(*now, strict=True)
     monkeypatch.setattr(noise, "perf_counter", iter(wall).__next__)
     monkeypatch.setattr(noise, "busy_seconds", iter(busy).__next__)
-    monkeypatch.setattr(noise.os, "times", lambda: type("Times", (), {"user": next(owns), "system": 0.0}))
+    monkeypatch.setattr(noise.os, "times", lambda: (next(owns), 0.25, 0.25, 0.5, 99.0))  # own, then children's
     owns = iter(own)
     assert noise.watch_others()() == (3.5 - 1.0) / 2
     monkeypatch.setattr(noise, "perf_counter", iter(wall).__next__)

@@ -5,12 +5,16 @@
  *
  * All else is isa_avx512.c, compiled once more: its float32 results have the same bits.
  */
-#ifndef __AVX512BF16__
+#if !defined(__AVX512BF16__) && !defined(_MSC_VER) /* which has the intrinsics without a word for it */
 #error "isa_avx512bf16.c needs -mavx512bf16"
 #endif
 #define ISA_NAME avx512bf16
 #define HAVE_VNNI 1
 #ifndef HAVE_PAIRS /* the emulation comes with it defined */
+#if defined(_MSC_VER) && !defined(__clang__)
+#define HAVE_PAIRS 0 /* MSVC has no casts between vectors: block_bf16 as in isa_avx512.c */
+#else
 #define HAVE_PAIRS 1
+#endif
 #endif
 #include "isa_avx512.c"

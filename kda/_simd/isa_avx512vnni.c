@@ -7,7 +7,7 @@
  * is taken off again: exact, and paid once per group. A full block of 12 tokens loads a vector of weights and 12
  * quads for 12 dots. All else is isa_avx512.c, compiled once more: its float32 results have the same bits.
  */
-#ifndef __AVX512VNNI__
+#if !defined(__AVX512VNNI__) && !defined(_MSC_VER) /* which has the intrinsics without a word for it */
 #error "isa_avx512vnni.c needs -mavx512vnni"
 #endif
 #define ISA_NAME avx512vnni

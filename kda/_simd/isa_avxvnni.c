@@ -4,7 +4,7 @@
  *
  * Weights lie with 128 added, as for avx512vnni. All else is isa_avx2.c, compiled once more.
  */
-#ifndef __AVXVNNI__
+#if !defined(__AVXVNNI__) && !defined(_MSC_VER) /* which has the intrinsics without a word for it */
 #error "isa_avxvnni.c needs -mavxvnni"
 #endif
 #define ISA_NAME avxvnni

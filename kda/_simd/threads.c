@@ -17,6 +17,8 @@ void kda_parallel_for(kda_task_fn *task, const void *job, ptrdiff_t items, int t
     for (ptrdiff_t i = 0; i < items; i++) task(job, i, 0);
 }
 
+void kda_set_thread_limit(int n) { (void)n; }
+int kda_thread_limit(void) { return 1; }
 const char *kda_threading(void) { return "serial"; }
 
 #else
@@ -119,6 +121,10 @@ static void pause_cpu(void) {}
 #endif
 
 /* ---- the pool ---- */
+
+static atomic_int limit = 1;
+void kda_set_thread_limit(int n) { atomic_store_explicit(&limit, n, memory_order_relaxed); }
+int kda_thread_limit(void) { return atomic_load_explicit(&limit, memory_order_relaxed); }
 
 enum { IDLE, POSTED, RUNNING };
 

@@ -12,6 +12,10 @@ typedef void kda_task_fn(const void *job, ptrdiff_t item, int thread);
  * within a task, does all of its items itself. */
 void kda_parallel_for(kda_task_fn *task, const void *job, ptrdiff_t items, int threads);
 
+/* How many threads a large call uses, from 1 to KDA_MAX_THREADS; without threads 1, whatever is asked for. */
+void kda_set_thread_limit(int n);
+int kda_thread_limit(void);
+
 /* What the workers are: "pthreads", "windows", or "serial" where there are none. */
 const char *kda_threading(void);
 
