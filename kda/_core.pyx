@@ -1,10 +1,13 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, embedsignature=False
+# cython: language_level=3, boundscheck=False, wraparound=False, embedsignature=False, freethreading_compatible=True
 """Buffers in, threads out: the one door between Python and the C kernels.
 
 Each function checks that its buffers have the shapes that the kernels will walk, drops the GIL, and
 spreads independent items over threads. Nothing numeric happens here. Arguments arrive normalised by
 ops.py (native byte order, aligned, last axis contiguous, bfloat16 as its uint16 bits): what fails
 here is a bug above, not a user's mistake, so the messages are short.
+
+Nothing here needs the GIL: there are no module globals but constants, a call's buffers and scratch are its own, and
+objects that hold buffers are complete when their __cinit__ ends and never change. What threads.c shares is atomic.
 """
 from cpython.buffer cimport (
     PyBUF_FORMAT, PyBUF_ND, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
@@ -374,13 +377,11 @@ cdef class Layer:
     cdef _Buffers buffers
     cdef kda_job job
 
-    def __init__(self, int isa, o, q, k, v, g, beta, A_log, dt_bias, double scale, double lower_bound, double eps,
-                 int flags, tuple taps, gate, weight, double norm_eps, int activation):
+    def __cinit__(self, int isa, o, q, k, v, g, beta, A_log, dt_bias, double scale, double lower_bound, double eps,
+                  int flags, tuple taps, gate, weight, double norm_eps, int activation):
         cdef _Buffers buffers = _Buffers()
         cdef kda_job *job = &self.job
         cdef Py_ssize_t D_qk, D_v, width
-        if self.buffers is not None:
-            raise ValueError("made once")
         projections(buffers, job, isa, o, q, k, v, g, beta, A_log, dt_bias, None, scale, lower_bound, eps, flags,
                     False)
         D_qk, D_v = job.H * job.K, job.HV * job.V
@@ -410,8 +411,6 @@ cdef class Layer:
         cdef kda_job job = self.job
         cdef void **pointers
         cdef Py_ssize_t n
-        if self.buffers is None:
-            raise ValueError("not made")
         job.cu_seqlens = sequences(buffers, cu_seqlens, 1, job.T, &job.N)
         if job.cu_seqlens == NULL or len(states_in) != job.N or len(states_out) != job.N:
             raise ValueError("expected a state for each sequence of cu_seqlens")
@@ -739,10 +738,8 @@ cdef class Matrix:
     cdef _Buffers buffers
     cdef kda_matrix m
 
-    def __init__(self, int isa, codes, scales, Py_ssize_t N, Py_ssize_t K, Py_ssize_t group, int bits):
+    def __cinit__(self, int isa, codes, scales, Py_ssize_t N, Py_ssize_t K, Py_ssize_t group, int bits):
         cdef _Buffers buffers = _Buffers()
-        if self.buffers is not None:
-            raise ValueError("made once")
         matrix(buffers, &self.m, isa, codes, scales, N, K, group, bits, False)
         self.buffers = buffers
 
@@ -752,8 +749,6 @@ cdef class Matrix:
         cdef kda_idot_job job
         cdef kda_tensor t
         cdef Py_ssize_t T = x.shape[0], N = self.m.N, K = self.m.K, padded
-        if self.buffers is None:
-            raise ValueError("not made")
         job.m = self.m
         buffers.tensor(&job.x, x, (T, K), 1, False)
         buffers.tensor(&t, y, (T, N), 1, True)
@@ -818,10 +813,8 @@ cdef class Dense:
     cdef _Buffers buffers
     cdef kda_dense_job job
 
-    def __init__(self, int isa, packed, Py_ssize_t N, Py_ssize_t K):
+    def __cinit__(self, int isa, packed, Py_ssize_t N, Py_ssize_t K):
         cdef _Buffers buffers = _Buffers()
-        if self.buffers is not None:
-            raise ValueError("made once")
         panels(buffers, &self.job, isa, packed, N, K, False)
         self.buffers = buffers
 
@@ -831,8 +824,6 @@ cdef class Dense:
         cdef kda_dense_job job = self.job
         cdef kda_tensor t_x, t_y
         cdef Py_ssize_t T = x.shape[0]
-        if self.buffers is None:
-            raise ValueError("not made")
         buffers.tensor(&t_x, x, (T, job.K), 1, False)
         buffers.tensor(&t_y, y, (T, job.N), 1, True)
         if t_x.dtype != KDA_F32 or t_y.dtype != KDA_F32:
