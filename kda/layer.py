@@ -244,7 +244,7 @@ class KDALayer:
         whole = len(pieces) == 1 and x.dtype == np.float32
         scratch = self._borrow(n)
         try:
-            cu = np.cumsum([0, *(piece.tokens for piece in pieces)])
+            cu = np.cumsum([0, *(piece.tokens for piece in pieces)], dtype=np.int64)
             if whole:
                 rows = x[first.b, first.at:first.at + n]
                 rows = rows if rows.strides[1] == 4 and rows.flags.aligned else np.array(rows, order="C")
@@ -344,7 +344,7 @@ class KDALayer:
         chunked = call.offset + tokens > self.recurrent_max
         step = tokens if source[0].dtype == np.float32 else PASS  # bfloat16 is rounded where the call did it
         for start in range(0, tokens, step):
-            fused.run((source,), (target,), np.array([start, min(start + step, tokens)]), chunked)
+            fused.run((source,), (target,), np.array([start, min(start + step, tokens)], np.int64), chunked)
             source = target
 
     def _borrow(self, tokens: int) -> _Scratch:

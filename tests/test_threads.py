@@ -2,6 +2,7 @@
 import os
 import signal
 import sys
+import sysconfig
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -408,6 +409,12 @@ def test_one_layer_in_many_threads(threads, weight_format):
     for y, state in results:
         assert same_bits(y, want_y)
         assert same_bits(state, want_state)
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has a GIL")
+def test_the_gil_stays_off():
+    code = "import sys, kda; print(sys._is_gil_enabled())"
+    assert python(code, PYTHONWARNINGS="error").stdout.strip() == "False"
 
 
 def test_no_warning_from_a_plain_import():
