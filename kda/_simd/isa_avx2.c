@@ -127,8 +127,7 @@ KDA_INLINE f32xw vload_bf16(const uint16_t *p) {
     __m128i h = _mm_loadu_si128((const __m128i *)(const void *)p);
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
-/* Round to nearest even: add 0x7fff and the lowest kept bit; NaN: quiet it. The low halves are left as they fall.
- */
+/* Round to nearest even: add 0x7fff and the lowest kept bit; NaN: quiet it. The low halves are left as they are. */
 KDA_INLINE __m256i rounded_up_bf16(f32xw x) {
     __m256i b = _mm256_castps_si256(x), low = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));
     __m256i up = _mm256_add_epi32(b, _mm256_add_epi32(low, _mm256_set1_epi32(0x7fff)));

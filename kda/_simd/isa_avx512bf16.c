@@ -1,7 +1,7 @@
 /* avx512bf16: avx512vnni with vdpbf16ps for the products with S in block_bf16.
  *
- *   vdpbf16ps zmm       Cooper Lake, Sapphire Rapids, Zen 4: 32 multiply-adds, at 1 per cycle where vfmadd has 1 or
- * 2 vcvtne2ps2bf16 zmm  32 floats to bfloat16, with vpermw to interleave two rows: once per panel of S and block
+ *   vdpbf16ps zmm       Cooper Lake, Sapphire Rapids, Zen 4: 32 multiply-adds, 1 per cycle where vfmadd has 1 or 2
+ *   vcvtne2ps2bf16 zmm  32 floats to bfloat16, with vpermw to interleave two rows: once per panel of S and block
  *
  * All else is isa_avx512.c, compiled once more: its float32 results have the same bits.
  */

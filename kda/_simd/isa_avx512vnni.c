@@ -1,7 +1,7 @@
 /* avx512vnni: avx512 with vpdpbusd for IDOT.
  *
- *   vpdpbusd zmm    Cascade Lake, Ice Lake .. Sapphire Rapids, Zen 4: 64 multiply-adds u8 x s8, latency 4-5, 1 or 2
- * per cycle
+ *   vpdpbusd zmm    Cascade Lake, Ice Lake .. Sapphire Rapids, Zen 4: 64 multiply-adds u8 x s8, latency 4 to 5,
+ *                   1 or 2 per cycle
  *
  * It wants one factor unsigned, so the weights lie with 128 added and 128 times the sum of the activation's codes
  * is taken off again: exact, and paid once per group. A full block of 12 tokens loads a vector of weights and 12

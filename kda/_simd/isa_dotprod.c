@@ -1,7 +1,7 @@
 /* dotprod: neon with sdot for IDOT.
  *
- *   sdot 4s         Cortex-A55/A75 and later, Neoverse, Apple: 16 multiply-adds s8 x s8, latency 4, 2 per cycle or
- * more
+ *   sdot 4s         Cortex-A55/A75 and later, Neoverse, Apple: 16 multiply-adds s8 x s8, latency 4,
+ *                   2 per cycle or more
  *
  * Both factors are signed: the codes lie as they are. All else is isa_neon.c, compiled once more.
  */
