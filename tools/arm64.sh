@@ -2,14 +2,14 @@
 # Builds and tests a copy of this tree as aarch64 on an x86-64 Debian: no chroot, no binfmt, no multiarch.
 # Python, its wheels and the tests are emulated; the compiler is a native cross compiler.
 #
-#   tools/arm64.sh CACHE "CPU..." [pytest arguments]
+#   tools/arm64.sh CACHE "CPU[:ISA]..." [pytest arguments]
 #
-# The CPUs are QEMU's: cortex-a53 (plain NEON), cortex-a76 (+ dotprod), max (everything). CACHE keeps Debian's
-# arm64 Python and the aarch64 wheels from run to run. Once, as root:
+# The CPUs are QEMU's: cortex-a53 (plain NEON), cortex-a76 (+ dotprod), max (everything); ISA is what must be chosen
+# there. CACHE keeps Debian's arm64 Python and the aarch64 wheels from run to run. Once, as root:
 #   apt-get install -y --no-install-recommends qemu-user-static gcc-aarch64-linux-gnu libc6-dev-arm64-cross
 set -euo pipefail
 CACHE=$(mkdir -p "${1:?a cache folder}" && realpath "$1")
-CPUS=${2:?the CPU models}
+CPUS=${2:?the CPU models, and what each must choose}
 shift 2
 cd "$(dirname "$0")/.."
 ROOT=$CACHE/root SITE=$CACHE/site TREE=$CACHE/tree
@@ -48,9 +48,14 @@ cd "$TREE"
 _PYTHON_HOST_PLATFORM=linux-aarch64 CC=aarch64-linux-gnu-gcc LDSHARED="aarch64-linux-gnu-gcc -shared" \
     "${PYTHON:-python3}" setup.py -q build_ext --inplace
 
-for cpu in $CPUS; do
-    echo "== $cpu"
+for level in $CPUS; do
+    cpu=${level%:*} isa=
+    if [[ $level == *:* ]]; then isa=${level#*:}; fi
+    echo "== $cpu $isa"
     python="qemu-aarch64-static -cpu $cpu -L $ROOT $ROOT/usr/bin/python$version"
+    PYTHONPATH=$SITE:$TREE PYTHONDONTWRITEBYTECODE=1 $python -c "import sys, kda
+print(kda.isas())
+sys.exit('$isa' not in ('', kda.runtime.chosen_isa()))"
     # unquoted: a command and its arguments, by which tests start interpreters too
     PYTHONPATH=$SITE:$TREE PYTHONDONTWRITEBYTECODE=1 KDA_TEST_PYTHON=$python $python -m pytest -p no:cacheprovider "$@"
 done
