@@ -6,7 +6,7 @@ compiler and nothing more. Environment, for tests and packagers:
     KDA_CFLAGS="..."    flags added to every file and to the link (warnings as errors, sanitizers, -g)
     KDA_THREADS=0       build without threads
     KDA_ABI3=0          build for one Python version only
-    KDA_EMULATE=avx512  build the AVX-512 rows as portable C over SIMD Everywhere, see tools/emulate/avx512.h
+    KDA_EMULATE=avx512  build the AVX-512 rows and amx as portable C over SIMD Everywhere, see tools/emulate/*.h
 """
 import os
 import platform
@@ -29,8 +29,11 @@ ABI3 = os.environ.get("KDA_ABI3", "1") != "0" and not sysconfig.get_config_var("
 # -fno-math-errno: a square root is the instruction, without a call of sqrtf() that would set errno.
 GNU_FLAGS = ["-O2", "-g0", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-lto", "-fvisibility=hidden"]
 GNU_WARNINGS = ["-Wall", "-Wextra", "-Wconversion"]  # not for the C that Cython writes
-EMULATION = ["-mavx2", "-mfma", "-mf16c", "-Wno-psabi", "-include", "tools/emulate/avx512.h"]
-EMULATED = {"avx512": EMULATION, "avx512vnni": EMULATION, "avx512bf16": ["-DHAVE_PAIRS=1", *EMULATION]}
+EMULATION = ["-mavx2", "-mfma", "-mf16c", "-Wno-psabi", "-include"]
+EMULATED = {"avx512": [*EMULATION, "tools/emulate/avx512.h"],
+            "avx512vnni": [*EMULATION, "tools/emulate/avx512.h"],
+            "avx512bf16": ["-DHAVE_PAIRS=1", *EMULATION, "tools/emulate/avx512.h"],
+            "amx": ["-DHAVE_PAIRS=1", "-DHAVE_TILES=1", *EMULATION, "tools/emulate/amx.h"]}
 MSVC_FLAGS = ["/O2", "/std:c11", "/fp:precise"]
 
 if sys.platform == "darwin" and sysconfig.get_platform().endswith("universal2") and "ARCHFLAGS" not in os.environ:
@@ -46,7 +49,7 @@ def machine_of(plat_name):
 
 def isa_rows(machine):
     """[(name, GCC flags, MSVC flags)] of isa_table.h for one machine."""
-    rows = re.findall(r'^ISA\((\w+),\s(\w+),\s[^"]*"([^"]*)",\s"([^"]*)"\)', (SIMD / "isa_table.h").read_text(), re.M)
+    rows = re.findall(r'^ISA\((\w+),\s(\w+),\s[^"]*"([^"]*)",\s+"([^"]*)"\)', (SIMD / "isa_table.h").read_text(), re.M)
     return [(name, gnu.split(), msvc.split()) for name, where, gnu, msvc in rows if where in (machine, "ANY")]
 
 

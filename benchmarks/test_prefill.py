@@ -58,7 +58,7 @@ def test_a_short_prompt_costs_no_more_per_token(benchmark, model, isa, team, tar
 
 @pytest.mark.parametrize("isa", TIMED)
 def test_bf16(benchmark, isa, team, target, summary):
-    """precision="bf16" in turn with float32; only AVX-512 BF16 should gain."""
+    """precision="bf16" in turn with float32; only AVX-512 BF16 and AMX should gain."""
     half = checked(counts.KIMI_LINEAR_LAYER, 1024, isa, "bf16", 2**-6)
     full = in_blocks(counts.KIMI_LINEAR_LAYER, 1024, isa)
     ratio = in_turn(benchmark, half.run, lambda: full.ns(1), rounds=8, to="float32")
@@ -66,5 +66,5 @@ def test_bf16(benchmark, isa, team, target, summary):
     if ratio:
         benchmark.extra_info["float32_over_bf16"] = ratio
         summary(f"prefill of 1024 tokens, {isa}, {team} thread(s): float32 takes {ratio:.2f} x bf16")
-        if isa == "avx512bf16":
+        if isa in ("avx512bf16", "amx"):
             target("float32 time over bf16 time", ratio, least=1.4)

@@ -667,9 +667,10 @@ def conv_step(int isa, y, state, x, weight, bias, int activation):
 # ---- group-quantised matrices ----
 
 def matrix_layout(int isa):
-    """(lanes, q8_bias, idot_tokens) of an ISA: what packed weights depend on, and the tokens of a full block."""
+    """(lanes, q8_bias, idot_tokens, idot_run) of an ISA: what packed weights depend on, the tokens of a full block, and
+    how many codes of each lie together there."""
     cdef const kda_kernels *t = kernels_of(isa)
-    return t.lanes, t.q8_bias, t.idot_tokens
+    return t.lanes, t.q8_bias, t.idot_tokens, t.idot_run
 
 
 cdef int matrix(_Buffers buffers, kda_matrix *m, int isa, codes, scales, Py_ssize_t N, Py_ssize_t K, Py_ssize_t group,

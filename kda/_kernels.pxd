@@ -48,6 +48,7 @@ cdef extern from "kernels.h" nogil:
         int lanes
         int q8_bias
         int idot_tokens
+        int idot_run
         void *dense
         int dense_lanes
 

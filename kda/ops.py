@@ -337,7 +337,7 @@ def chunk_kda(
         intermediate states are asked for it changes nothing.
     return_intermediate_states : also return the state after every chunk_size whole tokens of each sequence.
     precision : "float32", or "bf16": the operands of the products with the state are rounded to bfloat16, the
-        state and all sums stay float32. Errors of about 0.3 % of the largest value; faster only on avx512bf16.
+        state and all sums stay float32. Errors of about 0.3 % of the largest value; faster only on avx512bf16 and amx.
     safe_gate, disable_recompute : accepted for fla's callers; this kernel is safe for every gate.
 
     Returns

@@ -11,7 +11,7 @@ _INDEX = {name: i for i, (name, runs_here, _) in enumerate(_ROWS) if runs_here}
 
 # The bits of cpu.h, for people.
 _FEATURES = ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "neon", "avx512bf16",
-             "avx512vnni", "avxvnni", "dotprod", "i8mm"]
+             "avx512vnni", "avxvnni", "dotprod", "i8mm", "amx"]
 
 
 def isas() -> dict[str, bool]:

@@ -888,7 +888,7 @@ IDOT = {"idot_q8": 8, "idot_q4": 4}
 
 
 def layout(isa):
-    """(lanes, q8_bias, tokens of a full block) of an ISA."""
+    """(lanes, q8_bias, tokens of a full block, codes of each that lie together there) of an ISA."""
     return _core.matrix_layout(list(kda.isas()).index(isa))
 
 
@@ -916,7 +916,8 @@ class Idot:
 
     def arguments(self, isa, wrap):
         """The inputs packed as the header describes, each through `wrap`; what lanes past `rows` hold is arbitrary."""
-        lanes, bias, _ = layout(isa)
+        lanes, bias, full, run = layout(isa)
+        run = run if self.tokens == full else 4
         codes = np.resize(self.codes, (lanes, self.codes.shape[1]))
         scales = np.resize(self.scales, (lanes, self.groups))
         codes[:self.rows], scales[:self.rows] = self.codes, self.scales
@@ -925,10 +926,12 @@ class Idot:
         else:
             halves = (codes + 8).reshape(lanes, -1, 2, 4)
             packed = halves[:, :, 0] | halves[:, :, 1] << 4
-        quads = self.x.reshape(self.tokens, -1, 4).transpose(1, 0, 2)
+        groups = self.x.reshape(self.tokens, self.groups, self.group)
+        runs = [groups[:, g, i:i + run].ravel() for g in range(self.groups) for i in range(0, self.group, run)]
         sums = self.x.reshape(self.tokens, self.groups, -1).sum(2).T
         return [wrap(packed.transpose(1, 0, 2).astype(np.uint8).ravel()), wrap(scales.T.ravel().view(np.uint16)),
-                wrap(quads.astype(np.int8).ravel()), wrap(self.x_scales.T.ravel()), wrap(sums.astype(np.int32).ravel())]
+                wrap(np.concatenate(runs).astype(np.int8)), wrap(self.x_scales.T.ravel()),
+                wrap(sums.astype(np.int32).ravel())]
 
     def sizes(self, ld):
         return self.tokens, self.rows, self.groups, self.group, ld
@@ -945,7 +948,7 @@ class Idot:
 @pytest.mark.parametrize("name", IDOT)
 def test_idot(isa, name):
     """Every count of rows and tokens, over sizes of groups: bit for bit."""
-    lanes, _, full = layout(isa)
+    lanes, _, full, _ = layout(isa)
     for rows in range(1, lanes + 1):
         for tokens in {1, 2, 4, full} if full > 1 else {1}:
             for groups, group in [(1, 8), (3, 8), (2, 32), (1, 40), (3, 64), (2, 128), (1, 512)]:
@@ -959,7 +962,7 @@ def test_idot_all_pairs_of_codes(isa, name):
 
     A row holds one weight everywhere and a group one activation, each under its own scale.
     """
-    lanes, _, full = layout(isa)
+    lanes, _, full, _ = layout(isa)
     half = 128 if name == "idot_q8" else 8
     for first in range(-half, half, lanes):
         weights = np.arange(first, min(first + lanes, half))
@@ -978,7 +981,7 @@ def test_idot_all_pairs_of_codes(isa, name):
 @pytest.mark.parametrize("a", [127, -127])
 def test_idot_largest_sums(isa, name, a):
     """Nothing saturates or wraps where every product is as large as they come."""
-    lanes, _, full = layout(isa)
+    lanes, _, full, _ = layout(isa)
     half = 128 if name == "idot_q8" else 8
     for w in (-half, half - 1):
         idot = Idot(IDOT[name], full, lanes, 2, 512)
@@ -989,7 +992,7 @@ def test_idot_largest_sums(isa, name, a):
 @pytest.mark.parametrize("name", IDOT)
 def test_idot_scales_at_their_limits(isa, name):
     """Scales whose product float32 cannot hold, too large for it or too small: only the result may overflow."""
-    lanes, _, full = layout(isa)
+    lanes, _, full, _ = layout(isa)
     idot = Idot(IDOT[name], full, lanes, 1, 8)
     idot.codes[:], idot.x[:] = 0, 0
     idot.x[:, 0] = 127
@@ -1004,7 +1007,7 @@ def test_idot_scales_at_their_limits(isa, name):
 
 @pytest.mark.parametrize("name", IDOT)
 def test_idot_keeps_what_is_not_finite(isa, name):
-    lanes, _, full = layout(isa)
+    lanes, _, full, _ = layout(isa)
     for bad, where in [(np.nan, "scales"), (np.inf, "scales"), (np.nan, "x_scales")]:
         idot = Idot(IDOT[name], full, lanes, 3, 32)
         clean = idot.run(isa).copy()
@@ -1282,7 +1285,7 @@ def test_nothing_is_touched_past_the_end_by_idot(isa, n):
     kernel(isa, "encode")(codes[0], w[0], 0.125, 127, n)
     assert ctypes.string_at(codes[0], n) == np.clip(np.rint(x * 8), -127, 127).astype(np.int8).tobytes()
 
-    lanes, _, full = layout(isa)
+    lanes, _, full, _ = layout(isa)
     for size in IDOT.values():
         for tokens in {1, full}:
             for rows in {1, lanes // 2 + 1, lanes}:

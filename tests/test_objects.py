@@ -92,9 +92,10 @@ def base_of(setup_py):
 
 
 def wide_instructions(disassembly):
-    """The VEX and EVEX instructions of an x86 disassembly in AT&T syntax."""
+    """The VEX and EVEX instructions of an x86 disassembly in AT&T syntax, those of tiles too."""
     rows = [line.split("\t", 1)[1] for line in disassembly.splitlines() if re.match(r"\s+[0-9a-f]+:\t", line)]
-    return [row for row in rows if re.match(r"v(?!er[rw])", row) or re.search(r"%[yz]mm|%k[0-7]\b", row)]
+    wide = re.compile(r"v(?!er[rw])|tile|tdp|(ld|st)tilecfg|.*(%[yz]mm|%k[0-7]\b)")
+    return [row for row in rows if wide.match(row)]
 
 
 def test_setup_and_dispatch_know_the_same_isas(setup_py, machine, objects):
@@ -114,6 +115,7 @@ def test_no_wide_instruction_outside_the_files_of_wide_isas(setup_py, binutils, 
     assert {name for name in objects if wide[name]} == set(objects) - narrow
     assert any("%ymm" in row for row in wide["isa_avx2"])
     assert any("%zmm" in row for row in wide["isa_avx512"])
+    assert any("tdpbsud" in row for row in wide["isa_amx"])
 
 
 def test_an_isa_file_defines_its_table_and_nothing_else(binutils, objects):

@@ -1,5 +1,8 @@
 /* CPU detection. A CPUID bit alone is not enough on x86: the registers must also be saved by the
  * operating system (XGETBV), or the first wide instruction is a fault. */
+#if defined(__linux__) && !defined(_GNU_SOURCE)
+#define _GNU_SOURCE /* syscall */
+#endif
 #include "cpu.h"
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -24,8 +27,27 @@ static uint32_t xcr0(void) {
 }
 #endif
 
+/* Linux lets a process use tiles once it has asked to: their 8 KiB make each thread's saved state, and the frames of its
+ * signal handlers, larger. */
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+static int tiles_permitted(void) {
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+}
+#else
+static int tiles_permitted(void) { return 0; }
+#endif
+
 uint32_t kda_cpu_features(void) {
-    enum { OSXSAVE = 1 << 27, YMM = 0x06, ZMM = 0xe6 }; /* xcr0: sse|avx; + opmask|zmm_hi|hi16_zmm */
+    enum { OSXSAVE = 1 << 27 };
+    enum {
+        YMM = 0x06,
+        ZMM = 0xe6,
+        TILES = 0x60000
+    }; /* xcr0: sse|avx; + opmask|zmm_hi|hi16_zmm; tilecfg|tiledata */
+    enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25 };
     uint32_t r[4], found = 0;
     cpuid(0, 0, r);
     if (r[0] < 7) return 0;
@@ -34,7 +56,7 @@ uint32_t kda_cpu_features(void) {
     if (!(c1 & OSXSAVE)) return 0;
     uint32_t saved = xcr0();
     cpuid(7, 0, r);
-    uint32_t b7 = r[1], c7 = r[2], a71 = 0;
+    uint32_t b7 = r[1], c7 = r[2], d7 = r[3], a71 = 0;
     if (r[0] >= 1) {
         cpuid(7, 1, r);
         a71 = r[0];
@@ -53,6 +75,8 @@ uint32_t kda_cpu_features(void) {
         if (c7 >> 11 & 1) found |= KDA_AVX512VNNI;
         if (a71 >> 5 & 1) found |= KDA_AVX512BF16;
     }
+    uint32_t amx = AMX_BF16 | AMX_TILE | AMX_INT8;
+    if ((saved & TILES) == TILES && (d7 & amx) == amx && tiles_permitted()) found |= KDA_AMX;
     return found;
 }
 

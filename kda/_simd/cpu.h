@@ -16,7 +16,8 @@ enum {
     KDA_AVX512VNNI = 1 << 9,
     KDA_AVXVNNI = 1 << 10,
     KDA_DOTPROD = 1 << 11,
-    KDA_I8MM = 1 << 12
+    KDA_I8MM = 1 << 12,
+    KDA_AMX = 1 << 13 /* tiles of bytes and of bfloat16, and the permission to use them */
 };
 
 uint32_t kda_cpu_features(void);

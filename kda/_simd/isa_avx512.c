@@ -121,8 +121,7 @@ KDA_INLINE f32xw vload_bf16(const uint16_t *p) {
     __m256i h = _mm256_loadu_si256((const __m256i *)(const void *)p);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
-/* Round to nearest even: add 0x7fff and the lowest kept bit; NaN: quiet it. The low halves are left as they fall.
- */
+/* Round to nearest even: add 0x7fff and the lowest kept bit; NaN: quiet it. The low halves are left as they are. */
 KDA_INLINE __m512i rounded_up_bf16(f32xw x) {
     __m512i b = _mm512_castps_si512(x), low = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));
     __m512i up = _mm512_add_epi32(b, _mm512_add_epi32(low, _mm512_set1_epi32(0x7fff)));
@@ -162,7 +161,11 @@ KDA_INLINE f32xw vdot_pairs(f32xw a, f32xw b, f32xw c) { return _mm512_dpbf16_ps
 /* ---- int8 ---- */
 
 typedef __m512i i32xw;
+#if HAVE_TILES
+#define IDOT_TOKENS 16
+#else
 #define IDOT_TOKENS 12
+#endif
 #ifdef HAVE_VNNI
 #define Q8_BIAS 128
 #else
@@ -209,6 +212,9 @@ KDA_INLINE i32xw ivdot_q8(i32xw c, i32xw w, i32xw a) {
 #include "math.inc"
 #include "probe.inc"
 #include "step.inc"
+#if HAVE_TILES
+#include "tiles.inc"
+#endif
 #include "block.inc"
 #include "dense.inc"
 #include "backward.inc"

@@ -103,8 +103,7 @@ KDA_INLINE void vstore3x(float *p, const f32xw v[3]) {
 KDA_INLINE f32xw vload_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 KDA_INLINE void vstore_f16(uint16_t *p, f32xw x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 KDA_INLINE f32xw vload_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
-/* Round to nearest even: add 0x7fff and the lowest kept bit; NaN: quiet it. The low halves are left as they fall.
- */
+/* Round to nearest even: add 0x7fff and the lowest kept bit; NaN: quiet it. The low halves are left as they are. */
 KDA_INLINE uint32x4_t rounded_up_bf16(f32xw x) {
     uint32x4_t b = vreinterpretq_u32_f32(x), low = vandq_u32(vshrq_n_u32(b, 16), vdupq_n_u32(1));
     uint32x4_t up = vaddq_u32(b, vaddq_u32(low, vdupq_n_u32(0x7fff)));
@@ -153,8 +152,9 @@ KDA_INLINE i32xw ivdot_q8(i32xw c, i32xw w, i32xw a) {
 KDA_INLINE i32xw ivdot_q4(i32xw c, i32xw u, i32xw a) { return ivdot_q8(c, u, a); }
 #ifdef HAVE_I8MM
 /* smmla: c, 2 x 2, plus two rows of eight bytes times two columns of eight. Rows of weights meet tokens two by two,
- * and the sums of a token are put together once per group. */
+ * whose codes lie by eights, and the sums of a token are put together once per group. */
 #define IDOT_FULL_GROUP
+#define IDOT_RUN 8
 #define PEAK_MACS 32
 KDA_INLINE i32xw ivpeak(i32xw c, i32xw w, i32xw a) {
     return vmmlaq_s32(c, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(a));
@@ -165,8 +165,7 @@ KDA_INLINE void idot_full_group(i32xw *acc, const uint8_t *codes, const int8_t *
         i32xw second = bits == 8 ? ivload(codes + 4 * W) : ivhigh(both);
         i32xw rows01 = vzip1q_s32(first, second), rows23 = vzip2q_s32(first, second);
         UNROLL for (int t = 0; t < IDOT_TOKENS; t += 4) {
-            first = ivload(x + 4 * t), second = ivload(x + 4 * (IDOT_TOKENS + t));
-            i32xw tokens01 = vzip1q_s32(first, second), tokens23 = vzip2q_s32(first, second);
+            i32xw tokens01 = ivload(x + 8 * t), tokens23 = ivload(x + 8 * t + 16);
             acc[t] = ivpeak(acc[t], rows01, tokens01);
             acc[t + 1] = ivpeak(acc[t + 1], rows23, tokens01);
             acc[t + 2] = ivpeak(acc[t + 2], rows01, tokens23);

@@ -311,6 +311,7 @@ static ptrdiff_t probe_fma(float *y, ptrdiff_t n) {
 #define W 4 /* rows to a tile: any number will do */
 #define Q8_BIAS 0
 #define IDOT_TOKENS 1
+#define IDOT_RUN 4
 
 static float amax(const float *x, ptrdiff_t n) {
     float most = 0.0f, finite = 0.0f;

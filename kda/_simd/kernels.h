@@ -83,10 +83,11 @@ typedef void kda_settle_fn(float *s_out, const float *s_in, const float *pending
 
 /* Tokens in a block, the most that kda_block_fn takes. */
 #define KDA_BLOCK 16
-/* Floats of its work area: coefficients, sums of one panel (at most 64 columns), rows of K, pairs of bfloat16. */
+/* Floats of its work area: coefficients, sums of one panel (at most 64 columns), rows of K, pairs of bfloat16 (up to
+ * whole tiles of 32 of K). */
 #define KDA_BLOCK_WORK(K) \
-    (KDA_BLOCK * (2 * KDA_BLOCK + 3 * 64 + 3 * (K)) + (K) + ((K) + 1) / 2 * (2 * KDA_BLOCK + 64) + \
-     KDA_BLOCK / 2 * (K))
+    (KDA_BLOCK * (2 * KDA_BLOCK + 3 * 64 + 3 * (K)) + (K) + \
+     ((K) + 31) / 32 * (16 * (2 * KDA_BLOCK + 64) + 32 * KDA_BLOCK))
 
 /* `tokens` in [1, KDA_BLOCK] tokens of one head at once, over V columns of its state s, in place: what that
  * many kda_step_fn would give, to rounding. q, k, decay: [tokens][K] contiguous; v, o: [tokens][V], `ld` elements
@@ -158,11 +159,11 @@ typedef void kda_norm_gated_fn(float *y, const float *x, const float *gate, cons
  *
  * Weights lie in tiles of `lanes` rows (a row per vector lane). A tile's codes, group after group:
  *     q8  [group / 4][lanes][4]   four consecutive codes of each row, each plus q8_bias as a byte
- *     q4  [group / 8][lanes][4]   byte i: code i of eight in its low nibble, code i + 4 in its high one, each plus
- * 8 and its scales [groups][lanes] float16. Activations of a block of tokens lie by quads: codes [K / 4][tokens][4]
- * in [-127, 127], scales [groups][tokens], sums of the codes of a group [groups][tokens] so that a vector of
- * weights meets a broadcast quad, and no sum runs across lanes.
- */
+ *     q4  [group / 8][lanes][4]   byte i: code i of eight in its low nibble, code i + 4 in its high one, each plus 8
+ * and its scales [groups][lanes] float16. Activations of a block of tokens: codes in [-127, 127] by quads, [K /
+ * 4][tokens][4], so that a vector of weights meets a broadcast quad and no sum runs across lanes; scales
+ * [groups][tokens]; sums of the codes of a group [groups][tokens]. In a full block (idot_tokens tokens) codes lie in
+ * runs of idot_run in place of 4; a group that is no multiple of that ends with a shorter run. */
 
 /* Activations of one token and group: scale = max|x| / 127 (2^-127 at least, 0 for all zeros), code = x * (127 /
  * max|x|), each float32 operation rounded, to the nearest integer, ties to even; the same bits on every ISA. NaN or
@@ -232,7 +233,7 @@ struct kda_kernels {
     kda_amax_fn *amax;
     kda_encode_fn *encode;
     kda_idot_fn *idot_q8, *idot_q4;
-    int lanes, q8_bias, idot_tokens;
+    int lanes, q8_bias, idot_tokens, idot_run;
     kda_dense_fn *dense;
     int dense_lanes;
 };

@@ -49,6 +49,10 @@
 #ifndef HAVE_PAIRS
 #define HAVE_PAIRS 0
 #endif
+/* HAVE_TILES: it multiplies whole tiles of such pairs and of bytes, see tiles.inc. */
+#ifndef HAVE_TILES
+#define HAVE_TILES 0
+#endif
 
 /* Before a loop of constant, small count: unroll it whole, or its arrays of vectors live on the stack. */
 #if defined(_MSC_VER) && !defined(__clang__)

@@ -176,12 +176,26 @@ ptrdiff_t kda_idot_chunks(const struct kda_idot_job *job) {
     return (kda_matrix_tiles(&job->m) + CHUNK - 1) / CHUNK;
 }
 
+/* The codes of token t and one group, in runs beside those of the other tokens. */
+static void place_runs(int8_t *to, const int8_t *codes, ptrdiff_t group, ptrdiff_t t, ptrdiff_t tokens,
+                       ptrdiff_t run) {
+    if (run == 4) {
+        for (ptrdiff_t i = 0; i < group; i += 4) memcpy(to + i * tokens + 4 * t, codes + i, 4);
+        return;
+    }
+    for (ptrdiff_t i = 0; i < group; i += run) {
+        ptrdiff_t n = group - i < run ? group - i : run;
+        memcpy(to + i * tokens + n * t, codes + i, (size_t)n);
+    }
+}
+
 void kda_idot_quantize_item(const void *job_, ptrdiff_t item, int thread) {
     const struct kda_idot_job *job = job_;
     const struct kda_matrix *m = &job->m;
     float *row = job->scratch + thread * job->scratch_floats;
     int8_t *codes = (int8_t *)(row + padded_k(m));
     ptrdiff_t start, tokens = block_at(job, item, &start);
+    ptrdiff_t run = tokens == m->isa->idot_tokens ? m->isa->idot_run : 4;
     int8_t *x_codes = job->x_codes + start * padded_k(m);
     float *x_scales = job->x_scales + start * m->groups;
     int32_t *x_sums = job->x_sums + start * m->groups;
@@ -189,8 +203,7 @@ void kda_idot_quantize_item(const void *job_, ptrdiff_t item, int thread) {
         const float *x = as_row(m, &job->x, start + t, row);
         for (ptrdiff_t g = 0; g < m->groups; g++) {
             x_sums[g * tokens + t] = m->isa->quantize(codes, x_scales + g * tokens + t, x + g * m->group, m->group);
-            for (ptrdiff_t i = 0; i < m->group; i += 4)
-                memcpy(x_codes + ((g * m->group + i) * tokens + 4 * t), codes + i, 4);
+            place_runs(x_codes + g * m->group * tokens, codes, m->group, t, tokens, run);
         }
     }
 }

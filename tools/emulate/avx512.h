@@ -1,9 +1,9 @@
 /* AVX-512 for a CPU that has AVX2 only: SIMD Everywhere (Debian's libsimde-dev) under Intel's names.
  *
  * KDA_EMULATE=avx512 makes setup.py compile isa_avx512.c, isa_avx512vnni.c and isa_avx512bf16.c with avx2's flags
- * and this header before them, so that the tests run the logic of those files (tails, masks, lane order, constants)
- * where the instructions are missing. It shows nothing about speed, and nothing about what the compiler makes of
- * the intrinsics or of the inline assembly that the emulation leaves out.
+ * and this header before them (isa_amx.c with amx.h, which includes this one), so that the tests run the logic of
+ * those files (tails, masks, lane order, constants) where the instructions are missing. It shows nothing about speed,
+ * and nothing about what the compiler makes of the intrinsics or of the inline assembly that the emulation leaves out.
  * Multiply-adds are the CPU's own FMA here, so they are rounded once, as in the original. */
 #ifndef KDA_EMULATE_AVX512_H
 #define KDA_EMULATE_AVX512_H
