@@ -177,7 +177,13 @@ KDA_INLINE i32xw ivdot_q8(i32xw c, i32xw w, i32xw a) { return ivdot_q4(c, w, a);
 /* vpmaddubsw adds two products u8 x s8 with saturation at 32767: 2 * 128 * 127 = 32512 stays below, so |w| with a's
  * sign turned is exact, and nibbles are. */
 KDA_INLINE i32xw ivdot_q4(i32xw c, i32xw u, i32xw a) {
-    return _mm256_add_epi32(c, _mm256_madd_epi16(_mm256_maddubs_epi16(u, a), _mm256_set1_epi16(1)));
+    i32xw four = _mm256_madd_epi16(_mm256_maddubs_epi16(u, a), _mm256_set1_epi16(1));
+#if defined(_MSC_VER) || defined(KDA_EMULATED)
+    return _mm256_add_epi32(c, four);
+#else /* gcc adds several steps up first, in more sums than there are registers */
+    __asm__("vpaddd %1, %0, %0" : "+x"(c) : "x"(four));
+    return c;
+#endif
 }
 KDA_INLINE i32xw ivdot_q8(i32xw c, i32xw w, i32xw a) {
     return ivdot_q4(c, _mm256_abs_epi8(w), _mm256_sign_epi8(a, w));

@@ -201,7 +201,13 @@ KDA_INLINE i32xw ivdot_q8(i32xw c, i32xw w, i32xw a) { return ivdot_q4(c, w, a);
 /* vpmaddubsw adds two products u8 x s8 with saturation at 32767: 2 * 128 * 127 = 32512 stays below, so |w| with a's
  * sign turned is exact, and nibbles are. */
 KDA_INLINE i32xw ivdot_q4(i32xw c, i32xw u, i32xw a) {
-    return _mm512_add_epi32(c, _mm512_madd_epi16(_mm512_maddubs_epi16(u, a), _mm512_set1_epi16(1)));
+    i32xw four = _mm512_madd_epi16(_mm512_maddubs_epi16(u, a), _mm512_set1_epi16(1));
+#if defined(_MSC_VER) || defined(KDA_EMULATED)
+    return _mm512_add_epi32(c, four);
+#else /* gcc adds several steps up first, in more sums than there are registers */
+    __asm__("vpaddd %1, %0, %0" : "+v"(c) : "v"(four));
+    return c;
+#endif
 }
 KDA_INLINE i32xw ivdot_q8(i32xw c, i32xw w, i32xw a) {
     i32xw turned = _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(w), _mm512_setzero_si512(), a);
