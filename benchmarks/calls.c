@@ -23,6 +23,7 @@ int main(int count, char **arguments) {
     float *s = floats(K * V), *q = floats(TOKENS * K), *k = floats(TOKENS * K), *v = floats(TOKENS * V);
     float *decay = floats(TOKENS * K), *beta = floats(TOKENS), *o = floats(TOKENS * V);
     float *work = floats(KDA_BLOCK_WORK(K)), *x = floats((TOKENS + 3) * CHANNELS), *y = floats(TOKENS * CHANNELS);
+    float *pending = floats(KDA_PENDING(K, V));
     uint8_t *codes = calloc(64, (size_t)(GROUPS * GROUP));
     uint16_t *scales = calloc(64, GROUPS);
     int8_t *x_codes = calloc(64, (size_t)(GROUPS * GROUP));
@@ -34,7 +35,9 @@ int main(int count, char **arguments) {
 
     for (int n = atoi(arguments[2]); n > 0; n--) {
         if (!strcmp(name, "step"))
-            isa->step(o, s, work, s, q, k, v, decay, 0.5f, K, V, V, V);
+            isa->step(o, s, NULL, work, s, NULL, q, k, v, decay, 0.5f, K, V, V, V);
+        else if (!strcmp(name, "step_pending"))
+            isa->step(o, s, pending, work, s, pending, q, k, v, decay, 0.5f, K, V, V, V);
         else if (!strcmp(name, "block"))
             isa->block(o, s, work, q, k, v, decay, beta, TOKENS, K, V, V, V, V);
         else if (!strcmp(name, "conv"))

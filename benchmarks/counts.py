@@ -141,6 +141,8 @@ def working_loops(objdump, path, lanes, isa):
     take("step, read", most(step, lambda x: x.fma, lambda x: not stores(x)), lambda x: x.fma * lanes / 2,
          "state element")
     take("step, write", most(step, stores, lambda x: x.fma == stores(x)), lambda x: stores(x) * lanes, "state element")
+    take("step with a pending update", most(step, stores, lambda x: x.fma == 3 * stores(x)),
+         lambda x: stores(x) * lanes, "state element")
     block = of("block")
     take("block, tile", most(block, lambda x: x.fma, lambda x: not stores(x)), lambda x: x.fma * lanes, "MAC")
     if isa == "avx512bf16":
@@ -149,7 +151,10 @@ def working_loops(objdump, path, lanes, isa):
     take("dense, tile", most(of("dense"), lambda x: x.fma, lambda x: not stores(x)), lambda x: x.fma * lanes, "MAC")
     take("dense, one token", most(of("dense"), lambda x: x.fma, lambda x: x.counts["prefetches"]),
          lambda x: x.fma * lanes, "weight")
-    take("conv + SiLU", most(of("conv"), lambda x: -x.counts["instructions"], lambda x: stores(x) and x.fma >= 11),
+    conv = of("conv")
+    take("conv, sums", most(conv, lambda x: -x.counts["instructions"], lambda x: stores(x) and x.fma == 4),
+         lambda x: stores(x) * lanes, "value")
+    take("conv, SiLU", most(conv, lambda x: -x.counts["instructions"], lambda x: stores(x) and x.fma >= 7),
          lambda x: stores(x) * lanes, "value")
     for what, function in (("exp", "exp_map"), ("sigmoid", "sigmoid_map")):
         take(what, most(of(function), lambda x: -x.counts["instructions"], lambda x: stores(x) and x.fma >= 7),
@@ -185,7 +190,7 @@ def predicted(lines, cpu, arm):
         for entry in region["ResourcePressureView"]["ResourcePressureInfo"]:
             if entry["InstructionIndex"] == len(region["Instructions"]):
                 pressure[resources[entry["ResourceIndex"]]] = entry["ResourceUsage"]
-        busiest = max(pressure, key=pressure.get, default="").partition("\0")[0].rstrip(".")
+        busiest = re.sub(r"\.[\0-\x1f]", "", max(pressure, key=pressure.get, default=""))  # a unit of a group
         return summary["TotalCycles"] / summary["Iterations"], summary["BlockRThroughput"], busiest
 
     cycles, _, busiest = run(text)
@@ -199,6 +204,7 @@ def predicted(lines, cpu, arm):
 # kernel of calls.c: (what it takes, unit, of the ISA's full block where it depends on that)
 CALLS = {
     "step": (128 * 128, "state element"),
+    "step_pending": (128 * 128, "state element"),
     "block": (16 * 128 * 128, "state element and token"),
     "conv": (16 * 256, "value"),
     "conv_step": (256, "channel"),

@@ -27,8 +27,8 @@ static uint32_t xcr0(void) {
 }
 #endif
 
-/* Linux lets a process use tiles once it has asked to: their 8 KiB make each thread's saved state, and the frames of its
- * signal handlers, larger. */
+/* Linux lets a process use tiles once it has asked to: their 8 KiB make each thread's saved state, and the frames of
+ * its signal handlers, larger. */
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>

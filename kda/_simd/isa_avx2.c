@@ -6,19 +6,25 @@
  *   vdivps ymm            1 per 14 .. 5 cycles             1 per 5 cycles or so
  *   load, store ymm       2, 1 per cycle                   2, 1 per cycle
  *
- * step. Per vector of S 2 FMA and 1.5 loads (a row's two factors serve COLS = 4 vectors), then FMA, multiplication,
- * 1.5 loads and a store: the two multiply pipes, 2 cycles, while S is in L1. From L2 both passes move 32 bytes a
- * cycle and take 1.3 times that; from L3 and beyond the memory binds.
+ * Counts per vector of 8 elements, weights or values, and per multiply-add of a tile (benchmarks/counts.py, from the
+ * disassembly); shares of what binds as kda bench records them on Zen 3, one thread (docs/performance.md):
  *
- * block. Per k a tile of MR x NR = 6 x 2 vectors: 8 loads for 12 FMA, the sums in 12 registers. The multiply pipes
- * bind: a block alone in a loop reaches about 80 % of their peak, counted as 3 K V multiply-adds per token (Zen 3,
- * K = V = 128); the coefficients, the substitution and the decay of S are most of the rest.
+ *   loop                  multiplies  loads  stores  other   binds                       share
+ *   step, read pass       2           1.5    0       0       multiply pipes in L1, then  0.46 of the pipes (2 MiB of S,
+ *   step, write pass      2           1.5    1       0       the caches (32 bytes a      both passes), 0.60 of an
+ *   step, pending update  4           2.25   1       0       cycle), then the memory     in-place pass (40 MiB)
+ *   block, tile 6 x 2     1           0.67   0       0       multiply pipes              0.54 of their peak (whole call)
+ *   dense, tile 6 x 2     1           0.67   0       0       multiply pipes              not recorded
+ *   dense, one token      1           1.25   0       0       reading the weights         not recorded
+ *   conv, sums            4           14     1       1       loads                       with SiLU 0.20 of an in-place
+ *   conv, SiLU            9           2      1       13      the pipes, a division       pass (1024 tokens)
+ *   exp, sigmoid          11          2, 3   1       13, 18  pipes, a wait of 60 cycles  not recorded
+ *   gated norm            12          5      1       11      the pipes, a division       0.80 of a copy
+ *   idot q8, one token    2           3      0       3       reading the weights         0.88 to 0.91 of reading
+ *   idot q8, four tokens  2           1.25   0       2.25    multiplies                  0.76 of the int8 peak
+ *   idot q4, four tokens  2           1.25   0       1.5     multiplies                  0.92 of q8's peak
  *
- * exp, sigmoid. 22 instructions and 10 cycles a vector, 33 and 15: the pipes, as long as the reorder buffer holds
- * enough vectors to cover a wait of 60 to 80 cycles from load to store.
- *
- * idot. Per vector of q8 weights and token a broadcast load, vpsignb, vpmaddubsw, vpmaddwd, vpaddd: the pipes of
- * the two multiplications bind a full block; reading the weights binds one token.
+ * idot: per vector of weights and token; q8 also turns signs (vpabsb, vpsignb), q4 splits nibbles.
  */
 #ifndef __AVX2__
 #error "isa_avx2.c needs -mavx2 -mfma -mf16c"

@@ -5,14 +5,24 @@
  *   load, store zmm    2, 1 per cycle                             1, 1 per 2 cycles
  *   vscalefps zmm      latency 4: ldexp with the rounding and the subnormals done by the hardware
  *
- * step. Per vector of S 2 FMA and 1.25 loads (a row's two factors serve COLS = 8 vectors; with V <= 128 that is the
- * whole row, so S is read in plain order), then FMA, multiplication, 1.25 loads and a store. The multiply pipes
- * bind until the memory does.
+ * Counts per vector of 16 elements, weights or values, and per multiply-add of a tile (benchmarks/counts.py, from the
+ * disassembly). No share is known: not timed.
  *
- * block. Per k a tile of MR x NR = 8 x 2 vectors: 10 loads for 16 FMA, no spills. Two FMA pipes would take 8
- * cycles; a static analysis of the loop (llvm-mca, Skylake-X) says 9.
+ *   loop                   multiplies  loads  stores  other   binds
+ *   step, read pass        2           1.25   0       0       multiply pipes, while caches give 64 bytes a cycle;
+ *   step, write pass       2           1.25   1       0       the memory after that
+ *   step, pending update   4           1.5    1       0
+ *   block, tile 8 x 2      1           0.63   0       0       multiply pipes: 8 cycles of 16 on two, llvm-mca says 9
+ *   dense, tile 8 x 2      1           0.63   0       0       multiply pipes
+ *   dense, one token       1           1.25   0       0       reading the weights
+ *   conv, sums             4           14     1       1       loads
+ *   conv, SiLU             9           1      1       10      the pipes, a division of 10 to 16 cycles
+ *   exp, sigmoid           9           1, 2   1       7, 11   the pipes
+ *   idot q8, one token     2           3      0       6       reading the weights
+ *   idot q8, 12 tokens     2           1.2    0       2.3     pipes of vpmaddubsw and vpmaddwd
  *
- * idot. Without VNNI a's signs are turned under a mask, then vpmaddubsw, vpmaddwd, vpaddd as on avx2.
+ * With V <= 128 the step's COLS = 8 vectors are the whole row, so S is read in plain order. Without VNNI a's signs are
+ * turned under a mask, then vpmaddubsw, vpmaddwd, vpaddd as on avx2.
  *
  * Nothing here has been timed: no machine with AVX-512 was at hand. The instructions have been run, emulated.
  */

@@ -3,6 +3,7 @@
  *   vdpbf16ps zmm       Cooper Lake, Sapphire Rapids, Zen 4: 32 multiply-adds, 1 per cycle where vfmadd has 1 or 2
  *   vcvtne2ps2bf16 zmm  32 floats to bfloat16, with vpermw to interleave two rows: once per panel of S and block
  *
+ * The tile of block_bf16: 0.63 loads per vdpbf16ps, nothing else; the multiply pipe binds. Not timed.
  * All else is isa_avx512.c, compiled once more: its float32 results have the same bits.
  */
 #if !defined(__AVX512BF16__) && !defined(_MSC_VER) /* which has the intrinsics without a word for it */

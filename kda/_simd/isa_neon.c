@@ -4,12 +4,21 @@
  *   fmla 4s                              4-8, 1       4, 2         4, 2 / 4
  *   ldr q, str q per cycle               1, 1         2, 1..2      2..3, 2
  *
- * step. Per vector of S 2 fmla and 1.25 loads (a row's two factors serve COLS = 8 vectors), then fmla, fmul, 1.25
- * loads and a store: the multiply pipes until the memory binds.
+ * Counts per vector of 4 elements or values, per vector of weights (and token), and per multiply-add of a tile
+ * (benchmarks/counts.py, from the disassembly; docs/performance.md sets them beside avx2's). ldp counts twice.
  *
- * block. Per k a tile of MR x NR = 8 x 2 vectors: 10 loads for 16 fmla.
- *
- * idot. Without sdot two smull, addp, sadalp per vector of q8 weights and token.
+ *   loop                   multiplies  loads  stores  other   binds
+ *   step, read pass        2           1.25   0       0       multiply pipes in L1, then the memory
+ *   step, write pass       2           1.25   1       0.4
+ *   step, pending update   4           1.5    1       0
+ *   block, tile 8 x 2      1           0.63   0       0       multiply pipes, at their bound by llvm-mca (N1, V1)
+ *   dense, tile 8 x 2      1           0.63   0       0       multiply pipes
+ *   dense, one token       1           1.6    0       0       reading the weights
+ *   conv, sums             4           14     1       1       loads
+ *   conv, SiLU             9           1      1       12      the pipes, a division
+ *   exp, sigmoid           11          1      1       13, 19  the pipes
+ *   idot q8, one token     3           2      0       1.8     reading the weights; two smull, addp, sadalp
+ *   idot q8, 8 tokens      3           1.3    0.2     2       the multiply pipes; a few sums spill
  *
  * Not timed: so far it has run emulated only.
  */
