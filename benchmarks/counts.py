@@ -166,7 +166,9 @@ def working_loops(objdump, path, lanes, isa):
         idot = of(f"idot_q{bits}")
         one = min((x for x in idot if x.dots and x.counts["prefetches"]), key=lambda x: x.dots, default=None)
         take(f"idot q{bits}, one token", one, lambda x: x.dots * 4 * lanes, "weight")
-        take(f"idot q{bits}, full block", most(idot, lambda x: x.dots), lambda x: x.dots * macs, "MAC")
+        # up to four tokens ask for weights ahead, and only avx2's full block is one of those
+        full = most(idot, lambda x: x.dots, lambda x: isa == "avx2" or not x.counts["prefetches"])
+        take(f"idot q{bits}, full block", full, lambda x: x.dots * macs, "MAC")
     return found
 
 

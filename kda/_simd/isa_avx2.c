@@ -13,7 +13,7 @@
  *   step, read pass       2           1.5    0       0       multiply pipes in L1, then  0.46 of the pipes (2 MiB of S,
  *   step, write pass      2           1.5    1       0       the caches (32 bytes a      both passes), 0.60 of an
  *   step, pending update  4           2.25   1       0       cycle), then the memory     in-place pass (40 MiB)
- *   block, tile 6 x 2     1           0.67   0       0       multiply pipes              0.54 of their peak (whole call)
+ *   block, tile 6 x 2     1           0.67   0       0       multiply pipes              0.54 of their peak (a call)
  *   dense, tile 6 x 2     1           0.67   0       0       multiply pipes              not recorded
  *   dense, one token      1           1.25   0       0       reading the weights         not recorded
  *   conv, sums            4           14     1       1       loads                       with SiLU 0.20 of an in-place

@@ -187,6 +187,28 @@ KDA_INLINE void idot_full_group(i32xw *acc, const uint8_t *codes, const int8_t *
         acc[t + 1] = vuzp2q_s32(rows01, rows23);
     }
 }
+#elif defined(HAVE_DOTPROD)
+/* sdot takes the quad of a token from a lane: a load for four tokens, and nothing to broadcast. */
+#define IDOT_FULL_GROUP
+#define PEAK_MACS 16
+#define ivpeak ivdot_q8
+KDA_INLINE void ivdot_lanes(i32xw *acc, i32xw w, const int8_t *x) {
+    int8x16_t rows = vreinterpretq_s8_s32(w);
+    UNROLL for (int t = 0; t < IDOT_TOKENS; t += 4) {
+        int8x16_t quads = vld1q_s8(x + 4 * t);
+        acc[t] = vdotq_laneq_s32(acc[t], rows, quads, 0);
+        acc[t + 1] = vdotq_laneq_s32(acc[t + 1], rows, quads, 1);
+        acc[t + 2] = vdotq_laneq_s32(acc[t + 2], rows, quads, 2);
+        acc[t + 3] = vdotq_laneq_s32(acc[t + 3], rows, quads, 3);
+    }
+}
+KDA_INLINE void idot_full_group(i32xw *acc, const uint8_t *codes, const int8_t *x, ptrdiff_t group, int bits) {
+    for (ptrdiff_t i = 0; i < group; i += 8, codes += bits * W, x += 8 * IDOT_TOKENS) {
+        i32xw both = ivload(codes);
+        ivdot_lanes(acc, bits == 8 ? both : ivlow(both), x);
+        ivdot_lanes(acc, bits == 8 ? ivload(codes + 4 * W) : ivhigh(both), x + 4 * IDOT_TOKENS);
+    }
+}
 #endif
 
 #include "math.inc"
