@@ -95,6 +95,9 @@ cdef int threads_for(long long work) noexcept:
 cdef const kda_kernels *kernels_of(int isa) except NULL:
     if not 0 <= isa < kda_isa_count or not kda_isas[isa].runs_here:
         raise ValueError("no such ISA on this machine")
+    if not kda_permitted(kda_isas[isa].needs):
+        raise RuntimeError(f"{kda_isas[isa].kernels.name.decode()}: the operating system does not permit this process "
+                           "its instructions")
     return kda_isas[isa].kernels
 
 

@@ -3,6 +3,7 @@ from libc.stdint cimport int64_t, uint32_t
 
 cdef extern from "cpu.h" nogil:
     uint32_t kda_cpu_features() noexcept
+    bint kda_permitted(uint32_t) noexcept
 
 cdef extern from "kernels.h" nogil:
     enum:

@@ -28,16 +28,21 @@ static uint32_t xcr0(void) {
 #endif
 
 /* Linux lets a process use tiles once it has asked to: their 8 KiB make each thread's saved state, and the frames of
- * its signal handlers, larger. */
+ * its signal handlers, larger. So nothing asks before they are used. */
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
-static int tiles_permitted(void) {
-    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
-    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+enum { ARCH_GET_XCOMP_SUPP = 0x1021, ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+static int tiles_supported(void) {
+    uint64_t supported = 0;
+    return syscall(SYS_arch_prctl, ARCH_GET_XCOMP_SUPP, &supported) == 0 && supported >> XTILEDATA & 1;
+}
+int kda_permitted(uint32_t features) {
+    return !(features & KDA_AMX) || syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
 }
 #else
-static int tiles_permitted(void) { return 0; }
+static int tiles_supported(void) { return 0; }
+int kda_permitted(uint32_t features) { return !(features & KDA_AMX); }
 #endif
 
 uint32_t kda_cpu_features(void) {
@@ -76,7 +81,7 @@ uint32_t kda_cpu_features(void) {
         if (a71 >> 5 & 1) found |= KDA_AVX512BF16;
     }
     uint32_t amx = AMX_BF16 | AMX_TILE | AMX_INT8;
-    if ((saved & TILES) == TILES && (d7 & amx) == amx && tiles_permitted()) found |= KDA_AMX;
+    if ((saved & TILES) == TILES && (d7 & amx) == amx && tiles_supported()) found |= KDA_AMX;
     return found;
 }
 
@@ -108,4 +113,11 @@ uint32_t kda_cpu_features(void) { return KDA_NEON; }
 
 uint32_t kda_cpu_features(void) { return 0; }
 
+#endif
+
+#if !(defined(__x86_64__) || defined(_M_X64))
+int kda_permitted(uint32_t features) {
+    (void)features;
+    return 1;
+}
 #endif

@@ -17,9 +17,12 @@ enum {
     KDA_AVXVNNI = 1 << 10,
     KDA_DOTPROD = 1 << 11,
     KDA_I8MM = 1 << 12,
-    KDA_AMX = 1 << 13 /* tiles of bytes and of bfloat16, and the permission to use them */
+    KDA_AMX = 1 << 13 /* tiles of bytes and of bfloat16 */
 };
 
 uint32_t kda_cpu_features(void);
+
+/* Whether this process may use them: asks for what the operating system gives on request alone. */
+int kda_permitted(uint32_t features);
 
 #endif
