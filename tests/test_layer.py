@@ -881,3 +881,20 @@ def test_tensor_names_are_the_checkpoints():
     assert tensor_shapes(K3)["g_proj.weight"] == (72, 56)
     assert "g_a_proj.weight" not in tensor_shapes(K3)
     assert tensor_shapes(NO_HISTORY)["q_conv1d.weight"] == (16, 1, 1)
+
+
+def test_positions_that_int64_could_not_count_on_from():
+    state = kda.KDAState(TINY)
+    arrays = (state.recurrent, state.conv_q, state.conv_k, state.conv_v)
+    for positions in (2**53 + 1, 2**63, np.array([2**64 - 1], np.uint64)):
+        with pytest.raises(ValueError, match="positions: expected at most 9007199254740992"):
+            state.assign(*arrays, positions=positions)
+    state.assign(*arrays, positions=2**53)
+    assert state.positions.tolist() == [2**53]
+
+
+def test_rows_are_integers():
+    with pytest.raises(TypeError, match=r"rows: expected integers, got \[0.5\]"):
+        kda.KDAState(TINY).select([0.5])
+    with pytest.raises(TypeError, match="rows: expected integers, got None"):
+        kda.KDAState(TINY).select(None)
