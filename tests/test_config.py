@@ -270,7 +270,7 @@ def test_contradictory_and_malformed_keys(edit, words):
 def test_a_large_number_is_not_believed(edits):
     """Refused at once: nothing as long as the number says is built, and no float has to hold it."""
     tracemalloc.start()
-    with pytest.raises(ValueError, match=r"expected at most 2147483647|expected a number of at most|kda_layers: contra"):
+    with pytest.raises(ValueError, match=r"expected .*at most 2147483647|kda_layers: contra"):
         KDAConfig.from_hf(KIMI | edits)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()

@@ -403,25 +403,26 @@ ODD = [None, True, False, 0, 1, -1, 2, 255, 2**31, 2**53, 2**63 - 1, 2**63, 2**6
        [1, 2], [0.5], ["a"], {"a": 1}, {"__metadata__": {}}]
 
 
-def places(value, path=()):
-    """Paths to every node of parsed JSON."""
-    yield path
-    for key, child in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from places(child, (*path, key))
+def place(value, rng):
+    """The path to a node of parsed JSON: one near the top is as likely as all those deep in a long list."""
+    path = []
+    while isinstance(value, dict | list) and value and rng.random() < 0.8:
+        path.append(rng.choice(list(value) if isinstance(value, dict) else range(len(value))))
+        value = value[path[-1]]
+    return path
 
 
 def altered(value, rng):
     """A copy of parsed JSON in which one node is replaced, removed, doubled, wrapped or moved."""
     value = copy.deepcopy(value)
-    every = list(places(value))
-    path = rng.choice(every)
+    path = place(value, rng)
     if not path:
         return rng.choice(ODD)
     parent = value
     for key in path[:-1]:
         parent = parent[key]
     key, other = path[-1], value
-    for step in rng.choice(every):
+    for step in place(value, rng):
         other = other[step]
     deed = rng.randrange(6)
     if deed == 0:
@@ -434,7 +435,7 @@ def altered(value, rng):
         parent[key] = copy.deepcopy(other)
     elif deed == 4 and isinstance(parent[key], int | float) and not isinstance(parent[key], bool):
         number = parent[key]
-        parent[key] = rng.choice([number + 1, -number, number * 2, number - 1])
+        parent[key] = rng.choice([number + 1, -number, number * 2, number - 1, number * 10**9])
     else:
         parent[key] = copy.deepcopy(rng.choice(ODD))
     return value
