@@ -297,8 +297,9 @@ def no_updates(state: NDArray[np.float32]) -> NDArray[np.float32]:
     Per head decay [K] (ones), k [K] and d [V] (zeros) of an update S <- diag(decay) S + k d^T. Raises ValueError for
     another number of axes.
     """
-    if np.ndim(state) != 4:
-        raise _shape_error("state", np.asarray(state), ["N", "HV", "K", "V"])
+    state = _array("state", state)
+    if state.ndim != 4:
+        raise _shape_error("state", state, ["N", "HV", "K", "V"])
     N, HV, K, V = state.shape
     pending = aligned_empty((N, HV, 2 * K + V))
     _forget(pending, K)
@@ -317,8 +318,10 @@ def settle(state: NDArray[np.float32], pending: NDArray[np.float32], *, isa: str
     for what is not an array, ValueError for other shapes, dtypes and read-only arrays; nothing has been written then.
     """
     row = isa_index(isa)
-    if np.ndim(state) != 4:
-        raise _shape_error("state", np.asarray(state), ["N", "HV", "K", "V"])
+    if not isinstance(state, np.ndarray):
+        raise TypeError(f"state: expected a numpy array to write into, got {type(state).__name__}")
+    if state.ndim != 4:
+        raise _shape_error("state", state, ["N", "HV", "K", "V"])
     N, HV, K, V = state.shape
     s = _output("state", state, (N, HV, K, V), _F32, {}, inner=2)
     updates = _output("pending", pending, (N, HV, 2 * K + V), _F32, {"state": state}, inner=3)

@@ -162,12 +162,12 @@ def memories(arguments):
     return found
 
 
-def outcome(function, arguments, may_fail, isa):
+def outcome(function, arguments, may_fail, *isa):
     """The result of the call; or None if it was refused, by name, and nothing was written."""
     before = memories(arguments)
     try:
         with np.errstate(all="ignore"):
-            return function(**arguments, isa=isa)
+            return function(**arguments, **({"isa": isa[0]} if isa else {}))
     except (TypeError, ValueError) as error:
         if not may_fail:
             raise
@@ -268,18 +268,21 @@ def test_delta_rule(data):
     draw = data.draw
     x, shape = delta_arguments(draw)
     x["output_final_state"] = draw(st.booleans())
-    may_fail = bool(spoiled(draw, x, DELTA)) if draw(st.booleans()) else False
+    may_fail = draw(st.booleans()) and bool(spoiled(draw, x, DELTA))
     function = draw(st.sampled_from([kda.fused_recurrent_kda, kda.chunk_kda]))
     if not may_fail:
         may_fail |= outputs(draw, x, shape)
+        if function is kda.fused_recurrent_kda and draw(st.integers(0, 3)) == 0:
+            x["pending"] = kda.no_updates(np.zeros(shape, np.float32))
+            may_fail |= "state_out" not in x
         if draw(st.integers(0, 9)) == 0:
-            may_fail |= bool(spoiled(draw, x, ["out", "state_out"]))
+            may_fail |= bool(spoiled(draw, x, ["out", "state_out", *(["pending"] if "pending" in x else [])]))
     options = {}
     if function is kda.chunk_kda:
         options = {"chunk_size": draw(st.sampled_from([1, 3, 64, np.int64(5), 2**70])),
                    "return_intermediate_states": draw(st.booleans())}
         may_fail |= bool(spoiled(draw, options, ["chunk_size", "precision"])) if draw(st.integers(0, 9)) == 0 else False
-    given_to_reference = {name: plain(a) for name, a in x.items() if name not in ("out", "state_out")}
+    given_to_reference = {name: plain(a) for name, a in x.items() if name not in ("out", "state_out", "pending")}
     result = outcome(function, x | options, may_fail, draw(isas))
     if result is None:
         return
@@ -289,6 +292,8 @@ def test_delta_rule(data):
         wanted = reference.chunk_kda(**given_to_reference | {"output_final_state": True},
                                      chunk_size=min(int(options.get("chunk_size") or 64), 2**40),
                                      return_intermediate_states=True)
+    if x.get("pending") is not None:
+        kda.settle(x["state_out"], x["pending"])
     size = max(1, *(np.abs(w[np.isfinite(w)]).max(initial=0) for w in wanted))
     rounding = {F32: 0, F16: 2.0**-11, BF16: 2.0**-8}[result[0].dtype]
     assert "out" not in x or x["out"] is None or result[0] is x["out"]
@@ -303,6 +308,33 @@ def in_dtype(want, dtype):
     """float64 as `dtype` has it: what is too large for it becomes infinite."""
     with np.errstate(over="ignore"):
         return want.astype(np.float32).astype(dtype).astype(np.float32)
+
+
+@search(40)
+@given(data=st.data())
+def test_settle(data):
+    draw = data.draw
+    shape = tuple(draw(st.integers(low, 9)) for low in (0, 1, 1, 1))
+    N, HV, K, V = shape
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    state = rng.standard_normal(shape).astype(np.float32)
+    x = {"state": draw(st.sampled_from([state, read_only(state), np.asfortranarray(state)])),
+         "pending": rng.standard_normal((N, HV, 2 * K + V)).astype(np.float32)}
+    may_fail = draw(st.booleans()) and bool(spoiled(draw, x, list(x)))
+    if outcome(kda.no_updates, {"state": x["state"]}, True) is not None:
+        assert np.ndim(x["state"]) == 4
+    before = plain(x["state"]), plain(x["pending"])
+    isa = draw(isas)
+    done = []
+    outcome(lambda state, pending, isa: done.append(kda.settle(state, pending, isa=isa)), x,
+            may_fail or not x["state"].flags.carray, isa)
+    if done:
+        s, p = before
+        K = s.shape[2]
+        want = p[..., :K, None] * s + p[..., K:2 * K, None] * p[..., None, 2 * K:]
+        assert near(x["state"], want, 1e-5 * max(1, np.abs(want).max(initial=0)))
+        assert (x["pending"][..., :K] == 1).all()
+        assert not x["pending"][..., K:].any()
 
 
 @search(40)
@@ -564,7 +596,7 @@ def test_quantize_and_gguf(data):
             assert m.codes.tobytes() == np.ascontiguousarray(own[:, 2:]).tobytes()
 
 
-PROPERTIES = {"delta_rule": test_delta_rule, "gradients": test_gradients, "cu_seqlens": test_cu_seqlens,
-              "gate_and_l2norm": test_gate_and_l2norm, "convolution": test_convolution,
+PROPERTIES = {"delta_rule": test_delta_rule, "settle": test_settle, "gradients": test_gradients,
+              "cu_seqlens": test_cu_seqlens, "gate_and_l2norm": test_gate_and_l2norm, "convolution": test_convolution,
               "convolution_update": test_convolution_update, "gated_norm": test_gated_norm, "codes": test_codes,
               "quantize_and_gguf": test_quantize_and_gguf}

@@ -583,6 +583,17 @@ def test_what_numpy_makes_no_array_of(call, name):
         call([[1.0], [1.0, 2.0]])
 
 
+def test_pending_updates_of_what_is_no_array():
+    state = ones(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=r"state: expected \[N, HV, K, V\], got \[3\]"):
+        kda.no_updates([1.0, 2.0, 3.0])
+    assert kda.no_updates(state.tolist()).shape == (1, 2, 10)
+    with pytest.raises(TypeError, match="state: expected a numpy array to write into, got list"):
+        kda.settle(state.tolist(), kda.no_updates(state))
+    with pytest.raises(TypeError, match="pending: expected a numpy array to write into, got NoneType"):
+        kda.settle(state, None)
+
+
 def test_intermediate_states_of_no_sequence():
     """More tokens than chunk_size in each row of a batch that has none."""
     x = make_inputs(0, 0, 5, 1, 2, 4, 3)
