@@ -281,8 +281,8 @@ def fused_recurrent_kda(
 
     Raises
     ------
-    TypeError for float64 or integer arrays; ValueError for shapes, cu_seqlens or options that do not fit
-    together. Nothing has been written then.
+    TypeError for float64 or integer arrays, or a scale or lower_bound that is no number; ValueError for shapes,
+    cu_seqlens or options that do not fit together. Nothing has been written then.
     """
     o, final, _ = _delta(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,

@@ -362,7 +362,8 @@ class KDAState:
         are taken too: the first is never read), any float dtype, and how many tokens they stand for. They may be
         views of this state.
 
-        Raises ValueError for other shapes and TypeError for other dtypes; then nothing has changed.
+        Raises ValueError for other shapes or positions beyond 2^53 and TypeError for other dtypes; then nothing has
+        changed.
         """
         given = [("recurrent", recurrent, self._s[0].shape)]
         W = self.config.conv_size

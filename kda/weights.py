@@ -122,6 +122,8 @@ def read_safetensors(path: str | os.PathLike[str], prefix: str) -> dict[str, Arr
             shards = {}
             for name, file in names.items():
                 if name.startswith(prefix):
+                    if Path(file).is_absolute() or ".." in Path(file).parts:
+                        raise ValueError(f"{name}: expected a file beside the index, got {file!r}")
                     wanted = shards.setdefault(path.parent / file, [])
                     assert wanted is not None
                     wanted.append(name)

@@ -1,6 +1,7 @@
 """KDALayer and KDAState: against a plain float64 layer and a stored model; padding, pools, rollback, errors."""
 import copy
 import itertools
+import json
 import threading
 from pathlib import Path
 
@@ -824,7 +825,6 @@ def test_the_weights_take_what_the_planner_says(weight_format):
 
 def test_from_safetensors(tmp_path):
     """One file, a directory, an index with shards: the layer of the tensors."""
-    import json
 
     from safetensors.numpy import save_file
     tensors = {name: w.astype(ml_dtypes.bfloat16) for name, w in seeded(TINY).items()}
@@ -898,3 +898,11 @@ def test_rows_are_integers():
         kda.KDAState(TINY).select([0.5])
     with pytest.raises(TypeError, match="rows: expected integers, got None"):
         kda.KDAState(TINY).select(None)
+
+
+@pytest.mark.parametrize("file", ["../x.safetensors", "/x.safetensors", "a/../../x.safetensors"])
+def test_an_index_does_not_reach_out_of_its_folder(tmp_path, file):
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": {"model.layers.0.self_attn.A_log": file}}))
+    with pytest.raises(ValueError, match=r"is no index of safetensors .*A_log: expected a file beside the index, got"):
+        KDALayer.from_safetensors(TINY, path)

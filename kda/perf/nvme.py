@@ -63,6 +63,7 @@ class Trace:
 
 def read_trace(path: Path | None = None) -> Trace:
     """A trace of one token a line, {"layers": [[expert ids], ...]}, perhaps gzipped; without a path the shipped one.
+    Ids are below 2^32, and a trace, expanded, has at most MOST_TRACE_BYTES.
 
     Raises ValueError, with the line, for anything else; OSError for a file that cannot be read.
     """
