@@ -481,7 +481,7 @@ cdef float *row_updates(kda_job *job, x) except? NULL:
 cdef Py_ssize_t longest(const kda_job *job, Py_ssize_t N, Py_ssize_t T) noexcept:
     cdef Py_ssize_t i, most = 0
     if job.cu_seqlens == NULL:
-        return T
+        return T if N else 0
     for i in range(N):
         most = max(most, job.cu_seqlens[i + 1] - job.cu_seqlens[i])
     return most

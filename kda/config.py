@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Any, NoReturn
 
 # model_type of a config.json, or of its text_config, that this package knows.
 _KIMI = ("kimi_linear", "kimi_k3")
 _GLM = ("glm5_next", "glm5_next_text")
+_MOST = (1 << 31) - 1  # of any number of things; products of several stay what a float can hold
 _KDA_TYPES = ("linear_attention",)
 _FULL_TYPES = ("full_attention", "indexed_attention", "deepseek_sparse_attention")
 
@@ -103,6 +106,8 @@ class KDAConfig:
             value = getattr(self, name)
             if not _is_int(value) or value < 1:
                 raise ValueError(f"KDAConfig.{name}: expected an integer >= 1, got {value!r}")
+            if value > _MOST:
+                raise ValueError(f"KDAConfig.{name}: expected at most {_MOST}, got {value}")
         if self.num_v_heads % self.num_heads:
             raise ValueError(f"KDAConfig.num_v_heads: expected a multiple of num_heads = {self.num_heads}, "
                              f"got {self.num_v_heads}")
@@ -114,7 +119,7 @@ class KDAConfig:
         for name in ("gate_lower_bound", "norm_eps"):  # -5 and -5.0 are one identity
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else float(value))
-        if sorted(set(self.kda_layers)) != list(self.kda_layers) or any(
+        if not all(map(_is_int, self.kda_layers)) or sorted(set(self.kda_layers)) != list(self.kda_layers) or any(
                 not 0 <= i < self.num_layers for i in self.kda_layers):
             raise ValueError(f"KDAConfig.kda_layers: expected increasing indices from 0 to {self.num_layers - 1}, "
                              f"got {self.kda_layers}")
@@ -127,7 +132,8 @@ class KDAConfig:
     @property
     def dense_layers(self) -> tuple[int, ...]:
         """Layers with a dense MLP, counted from 0: those that are not in `moe.layers`."""
-        return tuple(i for i in range(self.num_layers) if self.moe is None or i not in self.moe.layers)
+        sparse = frozenset(self.moe.layers if self.moe else ())
+        return tuple(i for i in range(self.num_layers) if i not in sparse)
 
     @property
     def identity(self) -> str:
@@ -225,7 +231,7 @@ def _load(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[s
     path = path / "config.json" if path.is_dir() else path
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as wrong:
+    except (ValueError, RecursionError) as wrong:
         raise ValueError(f"{path}: expected JSON: {wrong}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
@@ -307,10 +313,15 @@ class _Keys:
         return found[0][1]
 
     def integer(self, *names: str, default: Any = _REQUIRED, least: int = 1, nullable: bool = False) -> Any:
-        return self.value(names, f"an integer >= {least}", default, nullable)
+        value = self.value(names, f"an integer >= {least}", default, nullable)
+        if _is_int(value) and value > _MOST:
+            self.fail(names[0], f"expected at most {_MOST}, got {value}")
+        return value
 
     def number(self, *names: str, default: Any) -> Any:
         value = self.value(names, "a number", default, True)
+        if _is_int(value) and abs(value) > _MOST:
+            self.fail(names[0], f"expected a number of at most {_MOST}, got {value}")
         return value if value is None or value is _MISSING else float(value)
 
     def flag(self, *names: str, default: bool = False) -> bool:
@@ -345,7 +356,7 @@ def _layer_lists(keys: _Keys, num_layers: int, glm: bool) -> tuple[tuple[int, ..
             if not isinstance(layers, list | tuple) or not all(_is_int(i) for i in layers):
                 keys.fail(name, f"expected a list of layer numbers, got {layers!r}")
             if len(set(layers)) != len(layers):
-                twice = sorted({i for i in layers if list(layers).count(i) > 1})
+                twice = sorted(i for i, times in Counter(layers).items() if times > 1)
                 keys.fail(name, f"contradictory: {_some(twice)} listed twice")
             both.append(set(layers))
         if both[0] & both[1]:
@@ -353,10 +364,12 @@ def _layer_lists(keys: _Keys, num_layers: int, glm: bool) -> tuple[tuple[int, ..
                       *names)
         union = both[0] | both[1]
         # Kimi counts from 1. GLM-5-Next's files count from 0; a list that covers the model shows which.
-        first = 0 if glm and union == set(range(num_layers)) else 1
-        if union != set(range(first, first + num_layers)):
-            expected = set(range(1, num_layers + 1))
-            lacking, surplus = sorted(expected - union), sorted(union - expected)
+        # Only a set as long as the model is compared with one: num_hidden_layers may be any number.
+        first = 0 if glm and len(union) == num_layers and union == set(range(num_layers)) else 1
+        if len(union) != num_layers or union != set(range(first, first + num_layers)):
+            expected = range(1, num_layers + 1)
+            lacking = list(islice((i for i in expected if i not in union), 9))
+            surplus = sorted(i for i in union if i not in expected)
             keys.fail("kda_layers", "contradictory: with full_attn_layers it must cover layers 1 to "
                       f"num_hidden_layers = {num_layers}" + (f"; {_some(lacking)} in neither" if lacking else "")
                       + (f"; {_some(surplus)} out of range" if surplus else ""), *names)

@@ -170,7 +170,7 @@ class KDALayer:
 
     def _checked(self, x: Any, states: tuple[Any, ...]) -> Array:
         if type(x) is not np.ndarray:
-            x = np.asarray(x)
+            x = ops._array("x", x)
         if x.dtype is not ops._F32:
             ops._check_dtype("x", x)
         if x.ndim != 3 or x.shape[2] != self.config.hidden_size or not x.shape[0]:
@@ -200,7 +200,7 @@ class KDALayer:
             raise ValueError(f"padding_side: expected 'right' or 'left', got {padding_side!r}")
         if lengths is None:
             return [(0, T)] * B
-        n = np.asarray(lengths)
+        n = ops._array("lengths", lengths)
         if n.dtype.kind not in "iu":
             raise TypeError(f"lengths: expected integers [{B}], got {n.dtype} {list(n.shape)}")
         if n.shape != (B,) or (n < 0).any() or (n > T).any():

@@ -10,6 +10,7 @@ import math
 import operator
 import sys
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import ml_dtypes
@@ -48,10 +49,29 @@ def _check_dtype(name: str, x: Array) -> None:
         f"{name}: expected float32, float16 or bfloat16, got {_described(x)}; convert with {name}.astype(np.float32)")
 
 
+def _array(name: str, x: Any) -> Array:
+    """np.asarray with an error that says whose it is."""
+    try:
+        return np.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}: expected an array, got {type(x).__name__}, which numpy refuses: {error}") from error
+
+
+def _number(name: str, value: Any) -> float:
+    """A real number, an array of no axes included, as a float."""
+    dtype = value.dtype if isinstance(value, np.ndarray | np.generic) and value.ndim == 0 else None
+    if not isinstance(value, Real) and (dtype is None or (dtype.kind not in "fiu" and dtype != _BF16)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"{name}: expected a number that a float can hold: {error}") from error
+
+
 def _input(name: str, x: Any, inner: bool = True) -> Array:
     """x for the core: native byte order, aligned, last axis contiguous if `inner`, bfloat16 as its uint16 bits."""
     if type(x) is not np.ndarray:
-        x = np.asarray(x)
+        x = _array(name, x)
     dtype = x.dtype
     if dtype is not _F32:
         _check_dtype(name, x)
@@ -126,7 +146,7 @@ def _floats(name: str, x: Any, size: int, what: str) -> Array | None:
     """A small per-head parameter as `size` contiguous float32."""
     if x is None:
         return None
-    x = np.asarray(x)
+    x = _array(name, x)
     _check_dtype(name, x)
     if x.size != size:
         raise ValueError(f"{name}: expected {size} values ({what}), got {list(x.shape)}")
@@ -138,13 +158,24 @@ def _gate_flags(A_log: Any, lower_bound: float | None) -> int:
         if A_log is None:
             raise ValueError("A_log: the softplus gate needs it; pass A_log [HV], or lower_bound for the bounded gate")
         return _core.F_GATE
-    if not -_F32_MAX <= lower_bound < 0:
+    if not -_F32_MAX <= _number("lower_bound", lower_bound) < 0:
         raise ValueError(f"lower_bound: expected a finite float32 below 0, got {lower_bound}")
     return _core.F_GATE | _core.F_BOUNDED
 
 
+def _scale(scale: float | None, K: int) -> float:
+    return K**-0.5 if scale is None else _number("scale", scale)
+
+
+def _eps(eps: float) -> float:
+    value = _number("eps", eps)
+    if not value >= 0:
+        raise ValueError(f"eps: expected a number >= 0, got {eps}")
+    return value
+
+
 def _sequences(cu_seqlens: Any, B: int, T: int) -> NDArray[np.int64]:
-    cu = np.asarray(cu_seqlens)
+    cu = _array("cu_seqlens", cu_seqlens)
     if cu.dtype.kind not in "iu":
         raise TypeError(f"cu_seqlens: expected integers, got {_described(cu)}")
     if cu.ndim != 1 or cu.size < 1:
@@ -250,8 +281,8 @@ def fused_recurrent_kda(
 
     Raises
     ------
-    TypeError for float64 or integer arrays; ValueError for shapes, cu_seqlens or options that do not fit
-    together. Nothing has been written then.
+    TypeError for float64 or integer arrays, or a scale or lower_bound that is no number; ValueError for shapes,
+    cu_seqlens or options that do not fit together. Nothing has been written then.
     """
     o, final, _ = _delta(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
@@ -266,8 +297,9 @@ def no_updates(state: NDArray[np.float32]) -> NDArray[np.float32]:
     Per head decay [K] (ones), k [K] and d [V] (zeros) of an update S <- diag(decay) S + k d^T. Raises ValueError for
     another number of axes.
     """
-    if np.ndim(state) != 4:
-        raise _shape_error("state", np.asarray(state), ["N", "HV", "K", "V"])
+    state = _array("state", state)
+    if state.ndim != 4:
+        raise _shape_error("state", state, ["N", "HV", "K", "V"])
     N, HV, K, V = state.shape
     pending = aligned_empty((N, HV, 2 * K + V))
     _forget(pending, K)
@@ -286,8 +318,10 @@ def settle(state: NDArray[np.float32], pending: NDArray[np.float32], *, isa: str
     for what is not an array, ValueError for other shapes, dtypes and read-only arrays; nothing has been written then.
     """
     row = isa_index(isa)
-    if np.ndim(state) != 4:
-        raise _shape_error("state", np.asarray(state), ["N", "HV", "K", "V"])
+    if not isinstance(state, np.ndarray):
+        raise TypeError(f"state: expected a numpy array to write into, got {type(state).__name__}")
+    if state.ndim != 4:
+        raise _shape_error("state", state, ["N", "HV", "K", "V"])
     N, HV, K, V = state.shape
     s = _output("state", state, (N, HV, K, V), _F32, {}, inner=2)
     updates = _output("pending", pending, (N, HV, 2 * K + V), _F32, {"state": state}, inner=3)
@@ -351,7 +385,7 @@ def chunk_kda(
     ------
     As fused_recurrent_kda; ValueError for chunk_size < 1 or an unknown precision.
     """
-    if precision not in ("float32", "bf16"):
+    if not isinstance(precision, str) or precision not in ("float32", "bf16"):
         raise ValueError(f"precision: expected 'float32' or 'bf16', got {precision!r}")
     try:
         spacing = 0 if isinstance(chunk_size, bool) else operator.index(chunk_size)
@@ -415,7 +449,7 @@ def _delta_arguments(
     state_shape = (N, HV, K, V)
     initial = initial_state
     if initial is not None:
-        initial = np.asarray(initial)
+        initial = _array("initial_state", initial)
         want = (N, HV, V, K) if state_v_first else state_shape
         if initial.dtype is not _F32 and not _is_native_or_swapped(initial.dtype, _F32):
             raise TypeError(f"initial_state: expected float32 {list(want)}, got {_described(initial)}; "
@@ -478,7 +512,7 @@ def _delta(
             states[n, length // chunk_size:] = np.nan
 
     _core.delta(row, o, final, initial, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
-                K**-0.5 if scale is None else scale, lower_bound or 0.0, 1e-6 if use_qk_l2norm_in_kernel else -1.0,
+                _scale(scale, K), lower_bound or 0.0, 1e-6 if use_qk_l2norm_in_kernel else -1.0,
                 flags, chunk_size is not None, states, chunk_size or 0, pending)
 
     o = _returned(out, o)
@@ -537,7 +571,7 @@ def chunk_kda_backward(
     As chunk_kda.
     """
     row = isa_index(isa)
-    shapes = [() if x is None else np.shape(x) for x in (A_log, dt_bias)]
+    shapes = [() if x is None else _array(name, x).shape for name, x in (("A_log", A_log), ("dt_bias", dt_bias))]
     raw: dict[str, Any] = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
     options: dict[str, Any] = {
         "use_gate_in_kernel": use_gate_in_kernel, "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
@@ -551,7 +585,7 @@ def chunk_kda_backward(
         raise _shape_error("d_o", d_o, v.shape, " (the shape of o)")
     if d_final_state is not None:
         want = (N, HV, V, K) if state_v_first else (N, HV, K, V)
-        d_final_state = np.asarray(d_final_state)
+        d_final_state = _array("d_final_state", d_final_state)
         if d_final_state.shape != want:
             raise _shape_error("d_final_state", d_final_state, want)
         _check_dtype("d_final_state", d_final_state)
@@ -560,7 +594,9 @@ def chunk_kda_backward(
         _, _, states = chunk_kda(
             **raw, scale=scale, initial_state=initial, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options,
             chunk_size=BACKWARD_SPACING, return_intermediate_states=True, isa=isa)
-    states = _packed(np.asarray(states), _F32)
+    states = _array("states", states)
+    _check_dtype("states", states)
+    states = _packed(states, _F32)
     if states.ndim != 5 or (states.shape[0], *states.shape[2:]) != (N, HV, K, V):
         raise _shape_error("states", states, (N, f"T // {BACKWARD_SPACING}", HV, K, V))
 
@@ -569,7 +605,7 @@ def chunk_kda_backward(
     d_beta, d_A = np.empty((B, T, HV), np.float32), np.empty((B, T, HV), np.float32)
     _core.delta_backward(
         row, dq, dk, dv, dg, d_beta, d_A, d_initial, d_o, d_final_state, initial, states, q, k, v, g, beta, A_log,
-        dt_bias, sequences, K**-0.5 if scale is None else scale, lower_bound or 0.0,
+        dt_bias, sequences, _scale(scale, K), lower_bound or 0.0,
         1e-6 if use_qk_l2norm_in_kernel else -1.0, flags, BACKWARD_SPACING)
     if A_log is not None:
         d_A_log = d_A.sum(axis=(0, 1), dtype=np.float64).astype(np.float32).reshape(shapes[0])
@@ -660,8 +696,7 @@ def l2norm(x: Array, eps: float = 1e-6, *, isa: str | None = None) -> Array:
     x = _input("x", x)
     if x.ndim < 1 or x.shape[-1] < 1:
         raise _shape_error("x", x, ["...", "K >= 1"])
-    if not eps >= 0:
-        raise ValueError(f"eps: expected a number >= 0, got {eps}")
+    eps = _eps(eps)
     y = np.empty(x.shape, x.dtype)
     four = (1, -1, 1, x.shape[-1])
     _core.l2norm(row, y.reshape(four), x.reshape(four), eps)
@@ -728,14 +763,14 @@ _ACTIVATIONS = {None: _core.IDENTITY, "sigmoid": _core.SIGMOID, "silu": _core.SI
 
 
 def _activation(name: str | None, allowed: tuple[str | None, ...]) -> int:
-    if name not in allowed:
+    if not isinstance(name, str | None) or name not in allowed:
         raise ValueError(f"activation: expected one of {', '.join(map(repr, allowed))}, got {name!r}")
     return _ACTIVATIONS[name]
 
 
 def _conv_weight(weight: Any, D: int) -> Array:
     """[D, W] or [D, 1, W] as contiguous float32 [D, W]."""
-    w = np.asarray(weight)
+    w = _array("weight", weight)
     _check_dtype("weight", w)
     if w.ndim == 3 and w.shape[1] == 1:
         w = w[:, 0]
@@ -795,7 +830,7 @@ def causal_conv1d(
         cu_seqlens = _sequences(cu_seqlens, B, T)
         N = cu_seqlens.size - 1
     if initial_state is not None:
-        initial_state = np.asarray(initial_state)
+        initial_state = _array("initial_state", initial_state)
         _check_dtype("initial_state", initial_state)
         if initial_state.shape not in ((N, D, W - 1), (N, D, W)):
             raise _shape_error("initial_state", initial_state, (N, D, W - 1), f" (or {W} columns)")
@@ -911,10 +946,9 @@ def rms_norm_gated(
         raise _shape_error("x", x, ["...", "V >= 1"])
     if gate.shape != x.shape:
         raise _shape_error("gate", gate, x.shape, " (the shape of x)")
-    if not eps >= 0:
-        raise ValueError(f"eps: expected a number >= 0, got {eps}")
+    eps = _eps(eps)
     act = _activation(activation, ("sigmoid", "silu", "swish"))
-    w = _floats("weight", np.asarray(weight), x.shape[-1], "V: one per channel")  # None: an error, like any object
+    w = _floats("weight", _array("weight", weight), x.shape[-1], "V: one per channel")  # None: an error
     y = _result("out", out, x, {"weight": w} | {name: a for name, a in (("x", x), ("gate", gate))
                                                 if out is None or not _same_memory(a, out)})
     if y.ndim > 4 and not y.flags.c_contiguous:

@@ -24,6 +24,7 @@ EXPERT_FORMATS = (*WEIGHT_FORMATS, "vq3r")
 STATE_DTYPES = ("float32", "bfloat16")  # of KDAState
 _BITS = {"f32": 32, "bf16": 16, "q8g": 8, "q4g": 4}
 _GROUP = 128  # columns that share a float16 scale in q8g and q4g
+_MOST = 1 << 53  # tokens or sequences
 _PAGE, _RECORD_HEADER = 4096, 48  # of an expert's record on disk: alignment of direct reads, bytes before the matrices
 
 
@@ -409,6 +410,8 @@ def _size(name: str, value: int) -> int:
         size = -1
     if size < 1:
         raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+    if size > _MOST:
+        raise ValueError(f"{name}: expected at most {_MOST}, got more")
     return size
 
 

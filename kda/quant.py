@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kda import _core
-from kda.ops import _BF16, _F16, _F32, _U16, Array, _described, _input, _output, _shape_error, aligned_bytes
+from kda.ops import (
+    _BF16,
+    _F16,
+    _F32,
+    _U16,
+    Array,
+    _array,
+    _described,
+    _input,
+    _output,
+    _shape_error,
+    aligned_bytes,
+)
 from kda.runtime import isa_index, isas
 
 _BITS = (8, 4)
@@ -84,11 +98,9 @@ class QuantizedMatrix:
 
         Raises TypeError for other dtypes, ValueError for shapes that do not fit.
         """
-        N, K = (int(n) for n in shape)
-        if N < 1 or K < 1:
-            raise ValueError(f"shape: expected (N >= 1, K >= 1), got {tuple(shape)}")
+        N, K = _shape(shape)
         _check_form(bits, group_size)
-        codes, scales = np.asarray(codes), np.asarray(scales)
+        codes, scales = _array("codes", codes), _array("scales", scales)
         _check_canonical(codes, scales, (N, K), bits, group_size)
         codes, scales = codes.reshape(N, -1), scales.reshape(N, -1)
 
@@ -113,10 +125,10 @@ class QuantizedMatrix:
         Raises ValueError for another quantisation or a size that does not fit.
         """
         sizes = {"Q8_0": 34, "Q4_0": 18}
-        if quantization not in sizes:
+        if not isinstance(quantization, str) or quantization not in sizes:
             raise ValueError(f"quantization: expected 'Q8_0' or 'Q4_0', got {quantization!r}")
-        N, K = (int(n) for n in shape)
-        data = np.asarray(data)
+        N, K = _shape(shape)
+        data = _array("data", data)
         size = sizes[quantization]
         if data.dtype != np.uint8 or K % 32 or data.size != N * K // 32 * size:
             raise ValueError(f"data: expected uint8 of {N} x {K} / 32 blocks of {size} bytes, got {_described(data)}")
@@ -358,8 +370,19 @@ def _check_canonical(codes: Array, scales: Array, shape: tuple[int, int], bits: 
         raise _shape_error("scales", scales, (N, groups), f" for shape {(N, K)} in groups of {group_size}")
 
 
+def _shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(N, K) of a caller."""
+    try:
+        N, K = (operator.index(n) for n in shape)
+    except (TypeError, ValueError):
+        N = K = 0
+    if N < 1 or K < 1:
+        raise ValueError(f"shape: expected (N >= 1, K >= 1), two integers, got {shape!r}")
+    return N, K
+
+
 def _check_form(bits: int, group_size: int) -> None:
-    if bits not in _BITS:
+    if not isinstance(bits, Integral) or bits not in _BITS:
         raise ValueError(f"bits: expected 8 or 4, got {bits!r}")
-    if group_size not in _GROUPS:
+    if not isinstance(group_size, Integral) or group_size not in _GROUPS:
         raise ValueError(f"group_size: expected one of 32, 64, 128, got {group_size!r}")

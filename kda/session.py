@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kda.config import KDAConfig
 from kda.ops import Array
 from kda.quant import safetensors_header
-from kda.state import KDAState, exclusive
+from kda.state import MOST_POSITION, KDAState, exclusive
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -196,7 +196,7 @@ class Session:
                 raise refuse(f"{key}: expected {_short(value)}, got {_short(about.get(key))}")
         try:
             batch, positions = int(about["batch"]), json.loads(about["positions"])
-            if len(positions) != batch or any(type(p) is not int or not 0 <= p < 1 << 63 for p in positions):
+            if len(positions) != batch or any(type(p) is not int or not 0 <= p <= MOST_POSITION for p in positions):
                 raise ValueError("positions")
             session = cls.__new__(cls)
             promised = _size(config, batch, about["state_dtype"])

@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 
 from kda import _core
 from kda.config import KDAConfig
-from kda.ops import Array, aligned_empty
+from kda.ops import Array, _array, aligned_empty
 
 PASS = 128  # tokens of a row between two roundings of a bfloat16 S, counted from the start of its call
+MOST_POSITION = 1 << 53  # of a state taken over from elsewhere: far from what int64 holds, however many tokens follow
 STATE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 Pair = tuple[Array, Array]  # S [HV, K, V] and histories [(W - 1) * (2 H K + HV V)], as the core takes them
@@ -310,7 +311,10 @@ class KDAState:
 
     def selected(self, rows: Sequence[int]) -> KDAState:
         """select for a caller who holds the lock."""
-        index = [operator.index(i) for i in rows]
+        try:
+            index = [operator.index(i) for i in rows]
+        except TypeError as error:
+            raise TypeError(f"rows: expected integers, got {rows!r}") from error
         if not index or not all(-self.batch <= i < self.batch for i in index):
             raise IndexError(f"rows: expected one or more of the rows 0 to {self.batch - 1}, got {index}")
         other = KDAState(self.config, len(index), self.rollback_window, self.state_dtype)
@@ -335,7 +339,7 @@ class KDAState:
 
     def checked_rollback(self, n: Any, what: str = "") -> list[int]:
         """n for each row, or the error; for rollback and the session."""
-        counts = np.asarray(n)
+        counts = _array("n", n)
         if counts.dtype.kind not in "iu":
             raise TypeError(f"n: expected an int or [{self.batch}] ints, got {n!r}")
         if counts.shape not in ((), (self.batch,)):
@@ -358,7 +362,8 @@ class KDAState:
         are taken too: the first is never read), any float dtype, and how many tokens they stand for. They may be
         views of this state.
 
-        Raises ValueError for other shapes and TypeError for other dtypes; then nothing has changed.
+        Raises ValueError for other shapes or positions beyond 2^53 and TypeError for other dtypes; then nothing has
+        changed.
         """
         given = [("recurrent", recurrent, self._s[0].shape)]
         W = self.config.conv_size
@@ -366,7 +371,7 @@ class KDAState:
             given.append((name, x, (self.batch, self._channels(i), W - 1)))
         arrays = []
         for name, x, shape in given:
-            x = np.asarray(x)
+            x = _array(name, x)
             if x.dtype.kind != "f" and x.dtype != STATE_DTYPES["bfloat16"]:
                 raise TypeError(f"{name}: expected floats {list(shape)}, got {x.dtype} {list(x.shape)}")
             if name != "recurrent" and x.shape == (*shape[:2], W):
@@ -374,9 +379,11 @@ class KDAState:
             if x.shape != shape:
                 raise ValueError(f"{name}: expected {list(shape)}, got {list(x.shape)}")
             arrays.append(x.copy())
-        counts = np.asarray(positions)
+        counts = _array("positions", positions)
         if counts.dtype.kind not in "iu" or counts.shape not in ((), (self.batch,)) or (counts < 0).any():
             raise ValueError(f"positions: expected an int >= 0 or [{self.batch}] of them, got {positions!r}")
+        if (counts > MOST_POSITION).any():
+            raise ValueError(f"positions: expected at most {MOST_POSITION}, got {positions!r}")
         with self.lock:
             self.clear()
             s = self._s[0] if self._s[0].dtype == np.float32 else self._s[0].view(ml_dtypes.bfloat16)

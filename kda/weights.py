@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kda.config import KDAConfig
-from kda.ops import _F32, Array, _check_dtype, _described, _packed
+from kda.ops import _F32, Array, _array, _check_dtype, _described, _packed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,14 +50,14 @@ def layer_tensors(config: KDAConfig, tensors: Mapping[str, Any], prefix: str) ->
         if other in here and name not in here:
             here[name] = here.pop(other)
     if "conv1d.weight" in here and not any(name in here for name in _CONVS):
-        here |= _split_conv(np.asarray(here.pop("conv1d.weight")), want, prefix)
+        here |= _split_conv(_array(f"{prefix}conv1d.weight", here.pop("conv1d.weight")), want, prefix)
     faults = [f"missing {prefix}{name}, expected {list(shape)}" for name, shape in want.items() if name not in here]
     faults += [f"surplus {prefix}{name}, {list(np.shape(here[name]))}" for name in here if name not in want]
     result = {}
     for name, shape in want.items():
         if name not in here:
             continue
-        x = np.asarray(here[name])
+        x = _array(prefix + name, here[name])
         _check_dtype(prefix + name, x)
         if not name.endswith("_proj.weight"):
             x = _packed(x, _F32)  # a handful of values
@@ -122,6 +122,8 @@ def read_safetensors(path: str | os.PathLike[str], prefix: str) -> dict[str, Arr
             shards = {}
             for name, file in names.items():
                 if name.startswith(prefix):
+                    if Path(file).is_absolute() or ".." in Path(file).parts:
+                        raise ValueError(f"{name}: expected a file beside the index, got {file!r}")
                     wanted = shards.setdefault(path.parent / file, [])
                     assert wanted is not None
                     wanted.append(name)

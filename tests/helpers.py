@@ -7,6 +7,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import settings
 
 import kda
 
@@ -72,3 +73,8 @@ def python(code, *, timeout=120, check=True, **environment):
     if check:
         assert done.returncode == 0, done.stderr
     return done
+
+
+def search(percent):
+    """Settings of a property: its share of the examples of the profile (conftest.py), which has 100 or many more."""
+    return settings(max_examples=max(1, settings.default.max_examples * percent // 100))

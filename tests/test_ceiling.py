@@ -1,8 +1,10 @@
 """Ceilings of the machine, of the disk, and of a model whose experts are on it; `kda ceiling`."""
 
+import gzip
 import json
 import os
 import shutil
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -273,11 +275,41 @@ def test_traces_from_files(tmp_path):
     ('{"layers": [[1, 2], [3]]}\n', "line 1: expected"),
     ('{"layers": [[1, -2]]}\n', "line 1: expected .* ids from 0"),
     ('{"layers": [[1, 2]]}\n{"layers": [[1]]}\n', r"line 2: .* as in line 1, got shape \[1, 1\]"),
+    # numpy would take these for ids
+    ('{"layers": [[1.5]]}\n', "line 1: .* ids from 0 to 4294967295, got 1.5"),
+    ('{"layers": [["12"]]}\n', "line 1: .* got '12'"),
+    ('{"layers": [[true]]}\n', "line 1: .* got True"),
+    ('{"layers": [[4294967296]]}\n', "line 1: .* ids from 0 to 4294967295, got 4294967296"),  # another layer's 0
+    ('{"layers": [[10000000000000000000000]]}\n', "line 1: .* got 10000000000000000000000"),
+    (json.dumps({"layers": [["x" * 100_000] + [""] * 100_000]}), "line 1: .* got 'xxx"),  # 40 GB as an array of text
+    ("[" * 100_000, "line 1: .* recursion"),
+    ("\x1f\x8b\x08", "is not a whole gzip file: "),
 ])
 def test_what_is_no_trace(tmp_path, text, message):
-    (tmp_path / "trace").write_text(text)
-    with pytest.raises(ValueError, match=message):
+    (tmp_path / "trace").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=message) as refusal:
         nvme.read_trace(tmp_path / "trace")
+    assert str(refusal.value).startswith(str(tmp_path / "trace"))
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-9], lambda raw: raw[:-6] + b"123456",
+                                    lambda raw: raw[:12] + b"\xff\xff" + raw[14:], lambda raw: raw + b"x"])
+def test_a_damaged_gzip_file(tmp_path, damage):
+    """Cut short, with a wrong checksum, with bytes that mean nothing, with something behind it."""
+    (tmp_path / "trace").write_bytes(damage(gzip.compress(b'{"layers": [[1, 2]]}\n' * 100)))
+    with pytest.raises(ValueError, match="trace: is not a whole gzip file: "):
+        nvme.read_trace(tmp_path / "trace")
+
+
+def test_a_small_file_that_expands_to_much(tmp_path, monkeypatch):
+    """It is not expanded further than needed to see that."""
+    monkeypatch.setattr(nvme, "MOST_TRACE_BYTES", 1 << 20)
+    (tmp_path / "trace").write_bytes(gzip.compress(b"\n" * (1 << 26)))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="trace: has more than 1,048,576 bytes, expanded"):
+        nvme.read_trace(tmp_path / "trace")
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    tracemalloc.stop()
 
 
 def test_a_synthetic_trace_says_so():

@@ -251,6 +251,56 @@ def test_what_is_no_result(tmp_path, text):
         results.read(tmp_path / "x")
 
 
+def without(table, path):
+    """A result with one value, at a dotted path, replaced."""
+    *path, last, value = path
+    table = json.loads(json.dumps(table))
+    inner = table
+    for key in path:
+        inner = inner[key]
+    inner[last] = value
+    return table
+
+
+@pytest.mark.parametrize(("result", "path", "message"), [
+    ("bench", ("machine", []), "list indices"),
+    ("bench", ("machine", "cpus", "2"), "machine.cpus: expected a number from 0 to 1e"),
+    ("bench", ("rows", 0, "threads", "1"), "threads: expected an integer"),
+    ("bench", ("rows", 0, "threads", 1.5), "threads: expected an integer"),
+    ("bench", ("rows", 0, "us_per_token", 0), "us: expected a number from 1e-30"),
+    ("bench", ("rows", 0, "us_per_token", float("nan")), "us: expected a number .*, got nan"),
+    ("bench", ("rows", 0, "us_per_token", 10**400), "us: expected a number .*, got 10000"),
+    ("bench", ("rows", 0, "us_per_token_min", None), "us_min: expected a number .*, got None"),
+    ("bench", ("rows", 0, "us_per_token_interval", [0, 1]), "us_interval: expected a number .*, got 0"),
+    ("bench", ("rows", 0, "us_per_token_interval", [2, 1]), "us_interval: expected the lower number first"),
+    ("bench", ("rows", 0, "us_per_token_interval", [10**400, 1]), "interval: expected a number .*, got 10000"),
+    ("bench", ("rows", 0, "share_of_inplace", True), "relative: expected a number .*, got True"),
+    ("bench", ("rows", 0, "mac_per_token", {}), "mac: expected a number .*, got {}"),
+    ("bench", ("rows", 0, "cpus_taken", -1), "cpus_taken: expected a number from 0 .*, got -1"),
+    ("pytest", ("benchmarks", 0, "extra_info", "tokens", 0), "tokens: expected a number from 1e-30 .*, got 0"),
+    ("pytest", ("benchmarks", 0, "stats", "data", ["1"]), "stats: expected a number .*, got '1'"),
+    ("pytest", ("benchmarks", 0, "name", 7), "name: expected text, got 7"),
+])
+def test_values_that_are_none(tmp_path, result, path, message):
+    """Each would have ended in a traceback, or in a comparison of nonsense."""
+    whole = bench_result() if result == "bench" else pytest_result()
+    if result == "pytest":
+        whole["benchmarks"][0]["extra_info"].pop("relative", None)
+    file = written(tmp_path, "x", without(whole, path))
+    with pytest.raises(ValueError, match=message):
+        results.read(file)
+    with pytest.raises(ValueError, match=message):
+        history.lines_of(file, COMMIT, DATE)
+    assert main(["compare", file, file]) == 2
+
+
+def test_deep_nesting_is_no_result(tmp_path):
+    (tmp_path / "x").write_text("[" * 100_000)
+    for read in (results.read, lambda path: history.lines_of(path, COMMIT, DATE)):
+        with pytest.raises(ValueError, match=r"x: .*recursion"):
+            read(tmp_path / "x")
+
+
 def test_kda_compare(tmp_path, capsys):
     old = written(tmp_path, "old.json", bench_result())
     assert main(["compare", old, old]) == 0
@@ -372,6 +422,44 @@ def test_what_is_no_history(tmp_path):
     path.write_text('{"commit": "a"}\n')
     with pytest.raises(ValueError, match="line 1: no line of a history"):
         history.read(path)
+    for raw, message in ((b"\xff\n", "no history: 'utf-8' codec"), (b"[" * 100_000, "line 1: .*recursion")):
+        path.write_bytes(raw)
+        with pytest.raises(ValueError, match=f"history.jsonl.*{message}"):
+            history.read(path)
+
+
+@pytest.mark.parametrize(("number", "change", "message"), [
+    (1, {"us": "x"}, "us: expected a number"),
+    (1, {"us": float("inf")}, "us: expected a number"),
+    (1, {"relative_interval": None}, "relative: expected with relative_interval"),
+    (1, {"commit": 1}, "commit: expected text, got 1"),
+    (1, {"name": ["x"]}, "name: expected text"),
+    (1, {"threads": "1"}, "threads: expected an integer"),
+    (1, {"date": "yesterday"}, "Invalid isoformat"),
+    (1, {"note": float("nan")}, "not JSON compliant"),
+    (0, {"cpus": []}, "machine.cpus: expected a number"),
+])
+def test_lines_that_exports_and_the_page_would_stumble_over(tmp_path, number, change, message):
+    lines = history.lines_of(written(tmp_path, "a", bench_result()), COMMIT, DATE)
+    assert [line["kind"] for line in lines[:2]] == ["machine", "decode"]
+    path = tmp_path / "history.jsonl"
+    path.write_text(json.dumps(lines[number] | change))
+    with pytest.raises(ValueError, match=f"line 1: no line of a history.*{message}"):
+        history.read(path)
+
+
+@pytest.mark.parametrize("change", [
+    {"machine": None}, {"machine": {"isa": "avx2"}}, {"ceilings": [{}]}, {"ceilings": 1}, {"disk": None},
+    {"model": {"rows": [1]}}, {"model": 1},
+    {"ceilings": [{"name": "x", "threads": 1, "median": float("nan"), "best": 1, "unit": ""}]},
+    {"ceilings": [{"name": "x", "threads": 1, "median": "1", "best": 1, "unit": ""}]},
+])
+def test_what_is_no_ceiling(tmp_path, change):
+    machine = MACHINE | {"isa": "avx2", "threads": 2}
+    whole = {"machine": machine, "date": DATE, "ceilings": [], "disk": [], "model": None}
+    assert len(history.lines_of(written(tmp_path, "a", whole), COMMIT, DATE)) == 1
+    with pytest.raises(ValueError, match="x: not what `kda bench`, `kda ceiling` or pytest-benchmark write: "):
+        history.lines_of(written(tmp_path, "x", whole | change), COMMIT, DATE)
 
 
 def test_exports(tmp_path):

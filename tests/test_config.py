@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -262,6 +263,30 @@ def test_contradictory_and_malformed_keys_of_linear_attn_config(edit, words):
 ])
 def test_contradictory_and_malformed_keys(edit, words):
     refused(KIMI | edit, *words)
+
+
+@pytest.mark.parametrize("edits", [{"num_hidden_layers": 10**18}, {"num_hidden_layers": 2**31 - 1},
+                                   {"vocab_size": 10**400}, {"rms_norm_eps": 10**400}])
+def test_a_large_number_is_not_believed(edits):
+    """Refused at once: nothing as long as the number says is built, and no float has to hold it."""
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"expected .*at most 2147483647|kda_layers: contra"):
+        KDAConfig.from_hf(KIMI | edits)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_a_layer_list_that_says_one_layer_very_often():
+    """In time that grows with its length, not with the square."""
+    lists = KIMI["linear_attn_config"] | {"kda_layers": [1] * 300_000}
+    with pytest.raises(ValueError, match="kda_layers: contradictory: layer 1 listed twice"):
+        KDAConfig.from_hf(KIMI | {"linear_attn_config": lists})
+
+
+def test_deep_nesting_is_no_config(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config.json: expected JSON: .*recursion"):
+        KDAConfig.from_hf(tmp_path)
 
 
 def test_unknown_architectures_in_a_wrapper():

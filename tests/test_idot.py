@@ -6,8 +6,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import BF16, ISAS, python, same_bits
-from hypothesis import given, settings
+from helpers import BF16, ISAS, python, same_bits, search
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kda
@@ -372,6 +372,15 @@ def test_from_codes_refuses_what_does_not_fit():
         make(codes, scales, (4, 64), 5, 32)
     with pytest.raises(ValueError, match="group_size: expected one of 32, 64, 128, got 16"):
         make(codes, scales, (4, 64), 8, 16)
+    with pytest.raises(ValueError, match=r"bits: expected 8 or 4, got 8.0"):
+        make(codes, scales, (4, 64), 8.0, 32)
+    with pytest.raises(ValueError, match=r"group_size: expected one of 32, 64, 128, got 32.0"):
+        make(codes, scales, (4, 64), 8, 32.0)
+    for shape in (None, 4, (4,), (4, 64, 1), (4.5, 64), "4,64", (0, 64)):
+        with pytest.raises(ValueError, match=r"shape: expected \(N >= 1, K >= 1\), two integers, got"):
+            make(codes, scales, shape, 8, 32)
+    with pytest.raises(ValueError, match="codes: expected an array, got list, which numpy refuses"):
+        make([[1], [1, 2]], scales, (4, 64), 8, 32)
     with pytest.raises(ValueError, match="shape: expected"):
         make(codes, scales, (0, 64), 8, 32)
 
@@ -466,7 +475,7 @@ def test_quantize_takes_weights_as_they_lie(isa):
         assert same_bits(got.scales, want.scales)
 
 
-@settings(max_examples=60, deadline=None)
+@search(60)
 @given(st.integers(1, 80), st.integers(1, 400), st.sampled_from(FORMS), st.integers(1, 30), st.integers(0, 2**32),
        st.sampled_from(ISAS))
 def test_any_shape(N, K, form, T, seed, isa):
@@ -682,6 +691,11 @@ def test_from_gguf_refuses_what_does_not_fit():
                         (np.zeros(34, np.int8), (1, 32)), (np.zeros(34, np.uint8), (2, 32))]:
         with pytest.raises(ValueError, match="data: expected uint8 of"):
             make(data, shape, "Q8_0")
+    for shape in ((0, 32), (-1, -32), (1, 32, 1)):
+        with pytest.raises(ValueError, match="shape: expected"):
+            make(np.zeros(0 if 0 in shape else 34, np.uint8), shape, "Q8_0")
+    with pytest.raises(ValueError, match="quantization: expected 'Q8_0' or 'Q4_0', got"):
+        make(np.zeros(34, np.uint8), (1, 32), ["Q8_0"])
 
 
 # ---- far addresses ----

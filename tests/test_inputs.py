@@ -4,8 +4,8 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import BF16, ISAS, make_inputs, same_bits, widened
-from hypothesis import HealthCheck, given, settings
+from helpers import BF16, ISAS, make_inputs, same_bits, search, widened
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kda
@@ -218,7 +218,7 @@ def close(got, want, tolerance):
     return got.shape == want.shape and np.all(np.abs(got - want) <= tolerance * max(1, np.max(np.abs(want), initial=0)))
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@search(200)
 @given(x=calls(), function=st.sampled_from([kda.fused_recurrent_kda, kda.chunk_kda]), isa=st.sampled_from(ISAS))
 def test_shapes_strides_and_dtypes(x, function, isa):
     before = {n: a.copy() for n, a in x.items() if isinstance(a, np.ndarray)}
@@ -246,7 +246,7 @@ def laid_out(draw, *shape, dtypes=DTYPES):
     return x, LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](x)
 
 
-@settings(deadline=None, max_examples=100)
+@search(100)
 @given(data=st.data(), isa=st.sampled_from(ISAS))
 def test_layouts_of_the_convolution(data, isa):
     """The bits of C order, and what lies between the elements of the caller's state stays as it was."""
@@ -274,7 +274,7 @@ def test_layouts_of_the_convolution(data, isa):
     assert np.array_equal(np.isnan(memory), elsewhere)
 
 
-@settings(deadline=None, max_examples=100)
+@search(100)
 @given(data=st.data(), isa=st.sampled_from(ISAS))
 def test_layouts_of_the_gated_norm(data, isa):
     shape = (*data.draw(st.lists(st.integers(0, 3), max_size=5)), data.draw(st.integers(1, 40)))
@@ -551,6 +551,59 @@ def test_bad_norm_input(x, options, error, message):
         kda.l2norm(x, **options)
 
 
-def test_scale_must_be_a_number():
-    with pytest.raises(TypeError):
-        kda.fused_recurrent_kda(**good(), scale="0.1")
+@pytest.mark.parametrize(("call", "name"), [
+    (lambda value: kda.fused_recurrent_kda(**good(), scale=value), "scale"),
+    (lambda value: kda.chunk_kda(**good(), scale=value), "scale"),
+    (lambda value: kda.fused_recurrent_kda(**good(), **GATE, lower_bound=value), "lower_bound"),
+    (lambda value: kda.fused_kda_gate(ones(3, 4), ones(3), lower_bound=value), "lower_bound"),
+    (lambda value: kda.l2norm(ones(3), value), "eps"),
+    (lambda value: kda.rms_norm_gated(ones(3), ones(3), ones(3), value), "eps"),
+])
+def test_what_must_be_a_number(call, name):
+    for value in ("0.1", 1j, [0.1], np.ones(1, np.float32), object(), np.array("x")):
+        with pytest.raises(TypeError, match=f"{name}: expected a number, got "):
+            call(value)
+    with pytest.raises(ValueError, match=f"{name}: expected a number that a float can hold"):
+        call(10**400)
+    for value in (np.float32(-0.5), np.array(-0.5), BF16.type(-0.5), -1):
+        call(-value if name == "eps" else value)
+
+
+@pytest.mark.parametrize(("call", "name"), [
+    (lambda x: kda.fused_recurrent_kda(**good() | {"v": x}), "v"),
+    (lambda x: kda.fused_recurrent_kda(**good(), initial_state=x), "initial_state"),
+    (lambda x: kda.fused_recurrent_kda(**good(), **GATE, dt_bias=x), "dt_bias"),
+    (lambda x: kda.fused_recurrent_kda(**CU, cu_seqlens=x), "cu_seqlens"),
+    (lambda x: kda.l2norm(x), "x"),
+    (lambda x: kda.causal_conv1d(ones(1, 2, 3), x), "weight"),
+    (lambda x: kda.rms_norm_gated(ones(3), ones(3), x), "weight"),
+])
+def test_what_numpy_makes_no_array_of(call, name):
+    with pytest.raises(ValueError, match=f"^{name}: expected an array, got list, which numpy refuses: .*inhomogeneous"):
+        call([[1.0], [1.0, 2.0]])
+
+
+def test_pending_updates_of_what_is_no_array():
+    state = ones(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=r"state: expected \[N, HV, K, V\], got \[3\]"):
+        kda.no_updates([1.0, 2.0, 3.0])
+    assert kda.no_updates(state.tolist()).shape == (1, 2, 10)
+    with pytest.raises(TypeError, match="state: expected a numpy array to write into, got list"):
+        kda.settle(state.tolist(), kda.no_updates(state))
+    with pytest.raises(TypeError, match="pending: expected a numpy array to write into, got NoneType"):
+        kda.settle(state, None)
+
+
+def test_intermediate_states_of_no_sequence():
+    """More tokens than chunk_size in each row of a batch that has none."""
+    x = make_inputs(0, 0, 5, 1, 2, 4, 3)
+    o, final, states = kda.chunk_kda(**x, output_final_state=True, chunk_size=2, return_intermediate_states=True)
+    assert (o.shape, final.shape, states.shape) == ((0, 5, 2, 3), (0, 2, 4, 3), (0, 0, 2, 4, 3))
+
+
+@pytest.mark.parametrize("activation", [["silu"], np.array(["silu", "swish"]), 1])
+def test_an_activation_is_a_name(activation):
+    with pytest.raises(ValueError, match="activation: expected one of 'silu', 'swish', None, got "):
+        kda.causal_conv1d(ones(1, 2, 3), ones(3, 4), activation=activation)
+    with pytest.raises(ValueError, match="precision: expected 'float32' or 'bf16', got "):
+        kda.chunk_kda(**good(), precision=activation)

@@ -1,6 +1,7 @@
 """KDALayer and KDAState: against a plain float64 layer and a stored model; padding, pools, rollback, errors."""
 import copy
 import itertools
+import json
 import threading
 from pathlib import Path
 
@@ -824,7 +825,6 @@ def test_the_weights_take_what_the_planner_says(weight_format):
 
 def test_from_safetensors(tmp_path):
     """One file, a directory, an index with shards: the layer of the tensors."""
-    import json
 
     from safetensors.numpy import save_file
     tensors = {name: w.astype(ml_dtypes.bfloat16) for name, w in seeded(TINY).items()}
@@ -881,3 +881,28 @@ def test_tensor_names_are_the_checkpoints():
     assert tensor_shapes(K3)["g_proj.weight"] == (72, 56)
     assert "g_a_proj.weight" not in tensor_shapes(K3)
     assert tensor_shapes(NO_HISTORY)["q_conv1d.weight"] == (16, 1, 1)
+
+
+def test_positions_that_int64_could_not_count_on_from():
+    state = kda.KDAState(TINY)
+    arrays = (state.recurrent, state.conv_q, state.conv_k, state.conv_v)
+    for positions in (2**53 + 1, 2**63, np.array([2**64 - 1], np.uint64)):
+        with pytest.raises(ValueError, match="positions: expected at most 9007199254740992"):
+            state.assign(*arrays, positions=positions)
+    state.assign(*arrays, positions=2**53)
+    assert state.positions.tolist() == [2**53]
+
+
+def test_rows_are_integers():
+    with pytest.raises(TypeError, match=r"rows: expected integers, got \[0.5\]"):
+        kda.KDAState(TINY).select([0.5])
+    with pytest.raises(TypeError, match="rows: expected integers, got None"):
+        kda.KDAState(TINY).select(None)
+
+
+@pytest.mark.parametrize("file", ["../x.safetensors", "/x.safetensors", "a/../../x.safetensors"])
+def test_an_index_does_not_reach_out_of_its_folder(tmp_path, file):
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": {"model.layers.0.self_attn.A_log": file}}))
+    with pytest.raises(ValueError, match=r"is no index of safetensors .*A_log: expected a file beside the index, got"):
+        KDALayer.from_safetensors(TINY, path)

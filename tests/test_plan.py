@@ -234,6 +234,7 @@ def test_expert_records():
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"context": 0}, "context: expected an integer >= 1, got 0"),
+    ({"context": 10**400}, "context: expected at most 9007199254740992"),  # no float holds its bytes
     ({"context": 4096.0}, "context: expected an integer >= 1, got 4096.0"),
     ({"context": True}, "context: expected an integer"),
     ({"batch": -1}, "batch: expected an integer >= 1, got -1"),

@@ -3,8 +3,8 @@ cut does not show, packed sequences do not see each other, and bits do not depen
 from itertools import pairwise
 
 import numpy as np
-from helpers import BF16, ISAS, make_inputs, same_bits
-from hypothesis import HealthCheck, example, given, settings
+from helpers import BF16, ISAS, make_inputs, same_bits, search
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kda
@@ -14,7 +14,6 @@ FUNCTIONS = [kda.fused_recurrent_kda, kda.chunk_kda]
 TOKENS = ("q", "k", "v", "g", "beta")  # what has one row per token
 isas = st.sampled_from(ISAS)
 functions = st.sampled_from(FUNCTIONS)
-search = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
@@ -49,7 +48,7 @@ def close(got, want, tolerance=2e-6):
     return got.shape == want.shape and np.all(np.abs(got - want) <= tolerance * max(1, np.max(np.abs(want), initial=0)))
 
 
-@search
+@search(60)
 @given(x=calls(), data=st.data(), function=functions, isa=isas)
 def test_outputs_do_not_see_later_tokens(x, data, function, isa):
     """To the bit: other later tokens, NaN among them, or none at all."""
@@ -63,7 +62,7 @@ def test_outputs_do_not_see_later_tokens(x, data, function, isa):
     assert same_bits(function(**cut(x, 0, seen, x.get("initial_state")), isa=isa)[0], want)
 
 
-@search
+@search(60)
 @given(x=calls(), data=st.data(), isa=isas)
 def test_a_cut_does_not_show(x, data, isa):
     """Cut anywhere, each piece through either function."""
@@ -86,7 +85,7 @@ def packed(draw):
     return draw(calls(T=(T, T), N=len(cu) - 1)), cu
 
 
-@search
+@search(60)
 @given(xs=packed(), data=st.data(), function=functions, isa=isas)
 def test_packed_sequences_do_not_see_each_other(xs, data, function, isa):
     """Each has the bits of its own run, also when another one is full of NaN."""
@@ -122,7 +121,7 @@ def two_heads():
 
 
 # Large enough that each of seven threads has its share; fewer heads than threads, so that columns are split.
-@settings(search, max_examples=20)
+@search(20)
 @given(x=calls(T=(40, 80), sizes=(110, 131), N=1), function=functions, isa=isas)
 @example(x=two_heads(), function=kda.chunk_kda, isa=ISAS[0])
 @example(x=two_heads(), function=kda.fused_recurrent_kda, isa=ISAS[0])
@@ -153,7 +152,7 @@ def convolutions(draw, T=(0, 30), D=(1, 40), dtypes=(np.float32, np.float16, BF1
             "initial_state": draw(st.sampled_from([None, past, past[:, :, 1:]])), "cu_seqlens": cu}
 
 
-@search
+@search(60)
 @given(x=convolutions(dtypes=[np.float32]), isa=isas)
 def test_convolution(x, isa):
     y, state = kda.causal_conv1d(**x, isa=isa)
@@ -162,7 +161,7 @@ def test_convolution(x, isa):
     assert np.array_equal(state, want_state)
 
 
-@search
+@search(60)
 @given(x=convolutions(), data=st.data(), isa=isas)
 def test_decoding_goes_on_where_a_convolution_ended(x, data, isa):
     """Prefill of any number of tokens, 0 to 3 among them, then one by one: the numbers of one pass."""
@@ -186,7 +185,7 @@ def test_decoding_goes_on_where_a_convolution_ended(x, data, isa):
     assert np.array_equal(state[:, :, state.shape[2] - (W - 1):], want_state)
 
 
-@search
+@search(60)
 @given(x=convolutions(), data=st.data(), isa=isas)
 def test_a_convolution_is_causal_and_its_sequences_are_apart(x, data, isa):
     y, state = kda.causal_conv1d(**x, isa=isa)
@@ -205,7 +204,7 @@ def test_a_convolution_is_causal_and_its_sequences_are_apart(x, data, isa):
     assert same_bits(changed_state, state)
 
 
-@settings(search, max_examples=20)
+@search(20)
 @given(x=convolutions(T=(40, 90), D=(900, 1400)), isa=isas)
 def test_bits_of_the_epilogues_do_not_depend_on_threads(x, isa):
     (y, state), *others = on_threads((1, 2, 3, 7), lambda: kda.causal_conv1d(**x, isa=isa))

@@ -17,14 +17,6 @@ from kda.perf.results import COUNTERS, Row, Run
 PARTS = ("dashboard.html", "dashboard.css", "dashboard.js")  # in kda/data; the first has a place for each other
 
 
-def row_of(line: Line) -> Row:
-    """The benchmark that a line of a history holds."""
-    interval = line.get("relative_interval")
-    return Row(line["name"], line["isa"], line["threads"], line["us"], tuple(line["us_interval"]), line["us_min"],
-               line.get("relative"), interval and tuple(interval), line.get("relative_to", ""), line["kind"],
-               {name: line[name] for name in COUNTERS if name in line}, line.get("cpus_taken"))
-
-
 def page_data(lines: Sequence[Line]) -> dict[str, Any]:
     """What the page shows: {"commits", "machines", "series", "ceilings", "disks", "nvme", "meaning"}.
 
@@ -64,7 +56,7 @@ def series(points: Sequence[Line], machine: Line) -> dict[str, Any]:
     shown: list[dict[str, Any]] = []
     before: Row | None = None
     for line in points:
-        row = row_of(line)
+        row = history.row_of(line)
         crowded = compare.crowded(row, Run(machine, "", "", []))
         change = before and compare.judged(before, row, z, disturbed=crowded)
         point = {name: line[name] for name in (

@@ -10,15 +10,17 @@ import json
 import os
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from kda.perf import results
-from kda.perf.results import Row, fingerprint
+from kda.perf.results import COUNTERS, MALFORMED, Row, Run, fingerprint
 
 Line = dict[str, Any]
 KEY = ("commit", "fingerprint", "kind", "name", "isa", "threads")  # what makes a line the same one
 LONGEST = 2000  # bytes
+OTHERS = ("machine", "ceiling", "disk", "nvme")  # kinds of lines that are no benchmarks
 MACHINE = ("cpu", "architecture", "cache_bytes", "cpus", "threading", "system", "compiler", "flags", "python", "numpy",
            "kda")
 
@@ -42,19 +44,53 @@ def lines_of(path: str | Path, commit: str, date: str | None = None) -> list[Lin
     try:
         result = json.loads(Path(path).read_text(encoding="utf-8"))
         ceilings = result.get("ceilings")
-    except (ValueError, AttributeError) as wrong:
+    except (ValueError, AttributeError, RecursionError) as wrong:
         raise ValueError(f"{path}: no JSON of `kda bench`, `kda ceiling` or pytest-benchmark ({wrong})") from wrong
-    machine = result.get("machine") or result.get("machine_info")
-    rows = [of_row(row) for row in results.read(path).rows] if ceilings is None else of_ceilings(result)
-    date = date or result.get("date") or result.get("datetime")
-    where: Line = {"commit": commit, "date": date, "fingerprint": fingerprint(machine)}
-    described = {"kind": "machine", "name": "machine", "isa": machine["isa"], "threads": machine["threads"]}
-    lines = [where | described | {key: machine[key] for key in MACHINE if key in machine},
-             *(where | row for row in rows)]
-    for line in lines:
-        if len(dumped(line)) > LONGEST:
-            raise ValueError(f"{path}: {line['name']}: a line of {len(dumped(line))} bytes, at most {LONGEST} may be")
+    run = results.read(path) if ceilings is None else None
+    try:
+        machine = result.get("machine") or result.get("machine_info")
+        rows = [of_row(row) for row in run.rows] if run else of_ceilings(result)
+        date = date or result.get("date") or result.get("datetime")
+        where: Line = {"commit": commit, "date": date, "fingerprint": fingerprint(machine)}
+        described = {"kind": "machine", "name": "machine", "isa": machine["isa"], "threads": machine["threads"]}
+        lines = [where | described | {key: machine[key] for key in MACHINE if key in machine},
+                 *(where | row for row in rows)]
+        for line in lines:
+            check(line)
+            if len(dumped(line)) > LONGEST:
+                raise ValueError(f"{line['name']}: a line of {len(dumped(line))} bytes, at most {LONGEST} may be")
+    except MALFORMED as wrong:
+        why = wrong if isinstance(wrong, ValueError) else repr(wrong)
+        raise ValueError(f"{path}: not what `kda bench`, `kda ceiling` or pytest-benchmark write: {why}") from wrong
     return lines
+
+
+def check(line: Any) -> None:
+    """ValueError, TypeError or KeyError for what is no line of a history: what it is, whose and of when, and, for a
+    benchmark, what a Row takes."""
+    for name in (*KEY[:-1], "date"):
+        if not isinstance(line[name], str):
+            raise ValueError(f"{name}: expected text, got {line[name]!r}")
+    if type(line["threads"]) is not int or not 0 <= line["threads"] <= results.MOST_THREADS:
+        raise ValueError(f"threads: expected an integer from 0 to {results.MOST_THREADS}, got {line['threads']!r}")
+    datetime.fromisoformat(line["date"]).timestamp()
+    if line["kind"] == "machine":
+        Run(line, "", "", ())
+    elif is_benchmark(line):
+        row_of(line)
+
+
+def is_benchmark(line: Line) -> bool:
+    """Whether a line is of a benchmark."""
+    return line["kind"] not in OTHERS
+
+
+def row_of(line: Line) -> Row:
+    """The benchmark that a line of a history holds."""
+    interval = line.get("relative_interval")
+    return Row(line["name"], line["isa"], line["threads"], line["us"], tuple(line["us_interval"]), line["us_min"],
+               line.get("relative"), interval and tuple(interval), line.get("relative_to", ""), line["kind"],
+               {name: line[name] for name in COUNTERS if name in line}, line.get("cpus_taken"))
 
 
 def of_row(row: Row) -> Line:
@@ -105,7 +141,7 @@ def rounded(x: float) -> float:
 
 def dumped(line: Line) -> str:
     """One line of the file."""
-    return json.dumps(line, separators=(",", ":"))
+    return json.dumps(line, separators=(",", ":"), allow_nan=False)
 
 
 def key_of(line: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -119,11 +155,16 @@ def read(path: str | Path) -> list[Line]:
     if not path.exists():
         return []
     lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        whole = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as wrong:
+        raise ValueError(f"{path}: no history: {wrong}") from wrong
+    for number, text in enumerate(whole.splitlines(), 1):
         try:
             line = json.loads(text)
-            key_of(line)
-        except (ValueError, KeyError, TypeError) as wrong:
+            check(line)
+            dumped(line)
+        except MALFORMED as wrong:
             raise ValueError(f"{path}, line {number}: no line of a history ({wrong!r})") from wrong
         lines.append(line)
     return lines
@@ -151,7 +192,7 @@ def add(path: str | Path, new: Iterable[Line]) -> tuple[int, int]:
 
 def benchmarks(lines: Sequence[Line], commit: str | None = None) -> list[Line]:
     """The benchmarks of one commit, default: the last one in the file that has any."""
-    timed = [line for line in lines if "us" in line]
+    timed = [line for line in lines if is_benchmark(line)]
     if not timed:
         raise ValueError("the history holds no benchmarks")
     commit = commit or timed[-1]["commit"]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gzip
 import heapq
+import io
 import json
+import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,6 +32,8 @@ from kda.runtime import get_num_threads
 
 SHIPPED_TRACE = "kimi_linear_routing.jsonl.gz"
 SYNTHETIC_TOKENS = 100
+MOST_TRACE_BYTES = 1 << 28  # of a trace, expanded: 200,000 tokens of Kimi-Linear
+_MOST_ID = (1 << 32) - 1    # of an expert: layer and expert are one number in Trace.accesses
 
 
 @dataclass(frozen=True)
@@ -59,27 +63,56 @@ class Trace:
 
 def read_trace(path: Path | None = None) -> Trace:
     """A trace of one token a line, {"layers": [[expert ids], ...]}, perhaps gzipped; without a path the shipped one.
+    Ids are below 2^32, and a trace, expanded, has at most MOST_TRACE_BYTES.
 
     Raises ValueError, with the line, for anything else; OSError for a file that cannot be read.
     """
     name = f"{SHIPPED_TRACE} (Kimi-Linear, recorded by sqliteai/waste)" if path is None else str(path)
     raw = files("kda").joinpath("data", SHIPPED_TRACE).read_bytes() if path is None else path.read_bytes()
     if raw[:2] == b"\x1f\x8b":
-        raw = gzip.decompress(raw)
-    tokens: list[Any] = []
+        try:
+            raw = _expanded(raw)
+        except (OSError, EOFError, zlib.error) as wrong:
+            raise ValueError(f"{name}: is not a whole gzip file: {wrong}") from wrong
+    if len(raw) > MOST_TRACE_BYTES:
+        raise ValueError(f"{name}: has more than {MOST_TRACE_BYTES:,} bytes, expanded")
+    tokens: list[NDArray[np.int64]] = []
     for number, line in enumerate(raw.splitlines(), 1):
         try:
-            layers = np.array(json.loads(line)["layers"], dtype=np.int64)
-        except (ValueError, KeyError, TypeError) as wrong:
+            layers = _experts(json.loads(line)["layers"])
+        except (ValueError, KeyError, TypeError, RecursionError) as wrong:
             raise ValueError(f'{name}, line {number}: expected {{"layers": [[expert ids], ...]}}, as many experts in '
-                             "every layer") from wrong
-        if layers.ndim != 2 or layers.size == 0 or layers.min() < 0 or (tokens and layers.shape != tokens[0].shape):
-            raise ValueError(f"{name}, line {number}: expected layers x top_k expert ids from 0, as in line 1, got "
-                             f"shape {list(layers.shape)}")
+                             f"every layer: {wrong}") from wrong
+        if tokens and layers.shape != tokens[0].shape:
+            raise ValueError(f"{name}, line {number}: expected layers x top_k = {list(tokens[0].shape)} expert "
+                             f"ids, as in line 1, got shape {list(layers.shape)}")
         tokens.append(layers)
     if not tokens:
         raise ValueError(f"{name}: no tokens")
     return Trace(name, np.stack(tokens))
+
+
+def _expanded(raw: bytes) -> bytes:
+    """What gzip made `raw` of; of more than MOST_TRACE_BYTES the beginning, which is longer than that."""
+    parts, size = [], 0
+    with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
+        while size <= MOST_TRACE_BYTES and (part := file.read(1 << 16)):
+            parts.append(part)
+            size += len(part)
+    return b"".join(parts)
+
+
+def _experts(layers: Any) -> NDArray[np.int64]:
+    """One token's [layers, top_k]. numpy alone would take text, floats and true for ids, and nothing for a layer."""
+    if not isinstance(layers, list) or not layers or not all(isinstance(ids, list) and ids for ids in layers):
+        raise ValueError("got no list of lists")
+    for ids in layers:
+        for expert in ids:
+            if type(expert) is not int or not 0 <= expert <= _MOST_ID:
+                raise ValueError(f"expected ids from 0 to {_MOST_ID}, got {expert!r}")
+    if len({len(ids) for ids in layers}) > 1:
+        raise ValueError("got layers of different lengths")
+    return np.array(layers, np.int64)
 
 
 def synthetic_trace(config: KDAConfig, tokens: int = SYNTHETIC_TOKENS) -> Trace:

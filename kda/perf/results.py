@@ -16,6 +16,26 @@ from kda.perf.noise import median_interval
 SHARES = ("share_of_inplace", "share_of_read", "share_of_copy", "share_of_int8", "share_of_peaks",
           "share_of_fma_by_definition")
 COUNTERS = ("mac", "flop", "bytes", "instructions")  # exact: any difference is a change of the code
+LEAST, MOST = 1e-30, 1e30  # of every amount: quotients of two stay finite
+MOST_THREADS = 2**31       # also depths of a disk's queue
+# What reading a file of anything at all may raise, besides OSError.
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
+def amount(name: str, value: Any, least: float = 0.0) -> None:
+    """ValueError for what is no finite number of at least this."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST:
+        raise ValueError(f"{name}: expected a number from {least:g} to {MOST:g}, got {value!r}")
+
+
+def interval(name: str, values: Any) -> None:
+    """ValueError for what are no two positive numbers, the lower one first."""
+    if not isinstance(values, tuple) or len(values) != 2:
+        raise ValueError(f"{name}: expected two numbers, got {values!r}")
+    for value in values:
+        amount(name, value, LEAST)
+    if values[0] > values[1]:
+        raise ValueError(f"{name}: expected the lower number first, got {values!r}")
 
 
 @dataclass(frozen=True)
@@ -24,6 +44,8 @@ class Row:
 
     relative : how fast it is beside what was timed in turn with it (`relative_to`): that one's time / its own; higher
         is better. A machine that runs slower as a whole leaves it as it is. Intervals are those of noise.LEVEL.
+
+    ValueError, with the field, for what is no such value.
     """
 
     name: str
@@ -39,6 +61,26 @@ class Row:
     counters: Mapping[str, float] = field(default_factory=dict)
     cpus_taken: float | None = None  # by others meanwhile
 
+    def __post_init__(self) -> None:
+        for name in ("name", "isa", "relative_to", "kind"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name}: expected text, got {getattr(self, name)!r}")
+        if type(self.threads) is not int or not 0 <= self.threads <= MOST_THREADS:
+            raise ValueError(f"threads: expected an integer from 0 to {MOST_THREADS}, got {self.threads!r}")
+        amount("us", self.us, LEAST)
+        amount("us_min", self.us_min, LEAST)
+        interval("us_interval", self.us_interval)
+        if (self.relative is None) != (self.relative_interval is None):
+            raise ValueError("relative: expected with relative_interval, or neither")
+        if self.relative is not None:
+            amount("relative", self.relative, LEAST)
+        if self.relative_interval is not None:
+            interval("relative_interval", self.relative_interval)
+        if self.cpus_taken is not None:
+            amount("cpus_taken", self.cpus_taken)
+        for name, value in self.counters.items():
+            amount(name, value)
+
     @property
     def key(self) -> tuple[str, str, int]:
         """What two runs are joined by."""
@@ -47,12 +89,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """A result file."""
+    """A result file. ValueError for a machine that is not described as `kda bench` does."""
 
     machine: Mapping[str, Any]
     date: str
     command: str
     rows: Sequence[Row]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.machine, Mapping):
+            raise ValueError(f"machine: expected an object, got {self.machine!r}")
+        if self.machine.get("cpus") is not None:
+            amount("machine.cpus", self.machine["cpus"])
 
     @property
     def fingerprint(self) -> str:
@@ -78,7 +126,7 @@ def read(path: str | Path) -> Run:
                        [of_pytest(entry) for entry in result["benchmarks"]])
         isa = result["machine"]["isa"]
         return Run(result["machine"], result["date"], result["command"], [of_bench(row, isa) for row in result["rows"]])
-    except (ValueError, LookupError, TypeError, AttributeError) as wrong:
+    except MALFORMED as wrong:
         what = f"no {wrong}" if isinstance(wrong, KeyError) else str(wrong)
         raise ValueError(f"{path}: expected a result of `kda bench -o json` of this version, or of pytest-benchmark's "
                          f"--benchmark-json ({what})") from wrong
@@ -98,13 +146,18 @@ def of_bench(row: Mapping[str, Any], isa: str) -> Row:
 def of_pytest(entry: Mapping[str, Any]) -> Row:
     """A benchmark of pytest-benchmark; its extra_info is what benchmarks/ write."""
     info, tokens = entry["extra_info"], entry["extra_info"].get("tokens", 1)
+    amount("tokens", tokens, LEAST)
     if "us_per_token_interval" in info:
         us, interval, fastest = info["us_per_token"], pair(info["us_per_token_interval"]), info["us_per_token_min"]
     else:
         taken = entry["stats"].get("data") or [entry["stats"]["median"]]
+        for seconds in taken:
+            amount("stats", seconds)
         all_us = [1e6 * seconds / tokens for seconds in taken]
         us, interval, fastest = statistics.median(all_us), median_interval(all_us), min(all_us)
     relative = info.get("relative")
+    for name in COUNTERS:
+        amount(name, info.get(name, 0))
     counters = {name: info[name] / tokens for name in COUNTERS if name in info}
     return Row(info.get("row", entry["name"]), info.get("isa", ""), info.get("threads", 1), us, interval, fastest,
                relative and relative["value"], relative and pair(relative["interval"]),
@@ -114,4 +167,6 @@ def of_pytest(entry: Mapping[str, Any]) -> Row:
 def pair(values: Sequence[float]) -> tuple[float, float]:
     """Two numbers of a JSON list."""
     low, high = values
+    amount("interval", low)
+    amount("interval", high)
     return float(low), float(high)
