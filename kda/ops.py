@@ -251,7 +251,11 @@ def fused_recurrent_kda(
     Raises
     ------
     TypeError for float64 or integer arrays; ValueError for shapes, cu_seqlens or options that do not fit
-    together. Nothing has been written then.
+    together; MemoryError. Nothing has been written then.
+
+    Signals are handled between two tokens of a long call. What a handler raises (KeyboardInterrupt for Ctrl-C) ends
+    the call there: a note on the exception says after how many tokens n of every sequence, and out and state_out, if
+    given, hold the results of just these.
     """
     o, final, _ = _delta(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
@@ -779,7 +783,8 @@ def causal_conv1d(
 
     Raises
     ------
-    TypeError for float64 or integer arrays; ValueError for shapes, activation or cu_seqlens that do not fit.
+    TypeError for float64 or integer arrays; ValueError for shapes, activation or cu_seqlens that do not fit. Ctrl-C
+    ends a long call; then only part of `out` is written.
     """
     row = isa_index(isa)
     x = _input("x", x)
@@ -903,7 +908,8 @@ def rms_norm_gated(
 
     Raises
     ------
-    TypeError for float64 or integer arrays; ValueError for shapes or options that do not fit.
+    TypeError for float64 or integer arrays; ValueError for shapes or options that do not fit. Ctrl-C ends a long call;
+    then only part of `out` is written.
     """
     row = isa_index(isa)
     x, gate = _input("x", x), _input("gate", gate)
@@ -925,7 +931,7 @@ def rms_norm_gated(
 
 
 def _four(x: Array) -> Array:
-    """[..., n] as [B, T, H, n], without a copy up to four axes."""
+    """[..., n] as [B, T, H, n], without a copy up to four axes. Threads share B and T, so an axis that is missing is H."""
     if x.ndim > 4:
         return x.reshape(1, -1, x.shape[-2], x.shape[-1])
-    return x[(None,) * (4 - x.ndim)]
+    return x[((None, None, None), (None, slice(None), None), (slice(None), slice(None), None), ())[x.ndim - 1]]

@@ -216,7 +216,8 @@ class QuantizedMatrix:
 
         out : float32 C-contiguous [..., N] to write into (x float32); it is returned.
 
-        Raises TypeError for float64 or integers; ValueError for shapes, or an `out` that cannot be written.
+        Raises TypeError for float64 or integers; ValueError for shapes, or an `out` that cannot be written. Ctrl-C ends
+        a long call; then only part of `out` is written.
         """
         N, K = self.shape
         x = _input("x", x)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kda import _core
 from kda.config import KDAConfig
 from kda.ops import Array
 from kda.quant import safetensors_header
@@ -104,8 +105,9 @@ class Session:
     def reset(self) -> None:
         """Back to zeros and position 0."""
         with exclusive(*self.layers):
-            for layer in self.layers:
-                layer.clear()
+            parts = [layer.cleared() for layer in self.layers]
+            _core.commit([copy for copies, _ in parts for copy in copies],
+                         [change for _, changes in parts for change in changes])
 
     def rollback(self, n: int | Sequence[int] | NDArray[np.integer[Any]]) -> None:
         """Drop the last n tokens of every row, or n[b] of row b, in every layer; see KDAState.rollback. Raises

@@ -12,9 +12,9 @@
 
 #if defined(KDA_SERIAL) || defined(__STDC_NO_ATOMICS__)
 
-void kda_parallel_for(kda_task_fn *task, const void *job, ptrdiff_t items, int threads) {
+void kda_parallel_for(kda_task_fn *task, const void *job, ptrdiff_t first, ptrdiff_t items, int threads) {
     (void)threads;
-    for (ptrdiff_t i = 0; i < items; i++) task(job, i, 0);
+    for (ptrdiff_t i = 0; i < items; i++) task(job, first + i, 0);
 }
 
 void kda_set_thread_limit(int n) { (void)n; }
@@ -217,19 +217,24 @@ static int hire(int threads) {
     return threads < team ? threads : team;
 }
 
-void kda_parallel_for(kda_task_fn *task, const void *job, ptrdiff_t items, int threads) {
+/* items * t / threads, for any number of items. */
+static ptrdiff_t run_start(ptrdiff_t items, int t, int threads) {
+    return items / threads * t + items % threads * t / threads;
+}
+
+void kda_parallel_for(kda_task_fn *task, const void *job, ptrdiff_t first, ptrdiff_t items, int threads) {
     int idle = 0;
     if (threads > KDA_MAX_THREADS) threads = KDA_MAX_THREADS;
     if (threads > items) threads = (int)items;
     if (threads <= 1 || !atomic_compare_exchange_strong(&busy, &idle, 1)) {
-        for (ptrdiff_t i = 0; i < items; i++) task(job, i, 0);
+        for (ptrdiff_t i = 0; i < items; i++) task(job, first + i, 0);
         return;
     }
     current_threads = threads = hire(threads);
     current_task = task, current_job = job;
     for (int t = 0; t < threads; t++) {
-        atomic_store_explicit(&slots[t].next, items * t / threads, memory_order_relaxed);
-        slots[t].end = items * (t + 1) / threads;
+        atomic_store_explicit(&slots[t].next, first + run_start(items, t, threads), memory_order_relaxed);
+        slots[t].end = first + run_start(items, t + 1, threads);
     }
     for (int t = 1; t < threads; t++) change_state(&slots[t], POSTED);
     work(0);
