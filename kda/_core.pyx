@@ -16,8 +16,8 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
-from _thread import allocate_lock
-from time import perf_counter
+from _thread import allocate_lock as _allocate_lock
+from time import perf_counter as _clock
 
 from kda._kernels cimport *
 
@@ -26,6 +26,8 @@ from kda._kernels cimport *
 cdef enum:
     GRAIN = 65536
     BUFFERS = 24
+    TOKENS = 1024  # that a quantised matrix takes together: bounds what their codes need
+cdef double MOST = 1 << 62  # bytes of scratch
 
 # A call of more work than this is run in parts, between which Python looks for signals: the first of about so much
 # work, a few milliseconds, the others of about part_seconds. A call that is one part looks at nothing.
@@ -116,7 +118,7 @@ cdef class Lock:
     cdef object acquire, release, of
 
     def __init__(self, of):
-        lock = allocate_lock()
+        lock = _allocate_lock()
         self.acquire, self.release, self.of = lock.acquire, lock.release, of
 
     def __enter__(self):
@@ -184,9 +186,11 @@ cdef class _Buffers:
 
     cdef float *scratch(self, int threads, Py_ssize_t floats) except NULL:
         """`floats` (a multiple of 16) per thread, on cache lines."""
-        self.memory = malloc(<size_t>(threads * floats) * sizeof(float) + 64)
+        cdef double size = 4.0 * threads * floats + 64
+        if size < MOST:
+            self.memory = malloc(<size_t>threads * <size_t>floats * sizeof(float) + 64)
         if self.memory == NULL:
-            raise MemoryError(f"scratch for {threads} threads: {threads * floats * 4} bytes")
+            raise MemoryError(f"scratch for {threads} threads: {size:.0f} bytes")
         return <float *>(<size_t>self.memory + 63 & ~<size_t>63)
 
     cdef void **pointers(self, Py_ssize_t n) except NULL:
@@ -318,14 +322,14 @@ cdef int run(kda_task_fn *task, const void *job, Py_ssize_t items, int threads, 
     cdef Py_ssize_t first = 0, part = max(first_part(items, work), <Py_ssize_t>threads)
     while True:
         part = min(part, items - first)
-        begun = perf_counter() if part < items else None
+        begun = _clock() if part < items else None
         with nogil:
             kda_parallel_for(task, job, first, part, threads)
         first += part
         if first >= items:
             return 0
         PyErr_CheckSignals()
-        part = max(next_part(part, perf_counter() - begun), <Py_ssize_t>threads)
+        part = max(next_part(part, _clock() - begun), <Py_ssize_t>threads)
 
 
 cdef Py_ssize_t rounded(Py_ssize_t floats) noexcept:
@@ -409,7 +413,7 @@ cdef int run_delta(_Buffers buffers, kda_job *job, int threads, double work) exc
         return 0
     while True:
         job.end = part_end(job, job.start + part)
-        begun = perf_counter()
+        begun = _clock()
         run(&kda_delta_item, job, items, threads, 0)
         if job.end >= tokens:
             return 0
@@ -419,7 +423,7 @@ cdef int run_delta(_Buffers buffers, kda_job *job, int threads, double work) exc
             error.add_note(f"kda: stopped after the first {job.end} tokens of each sequence; "
                            "out and state_out hold the results of these")
             raise
-        part = next_part(job.end - job.start, perf_counter() - begun)
+        part = next_part(job.end - job.start, _clock() - begun)
         job.start, job.s_in = job.end, job.s_out
 
 
@@ -663,12 +667,12 @@ def delta_backward(int isa, dq, dk, dv, dg, dbeta, da, ds_out, d_o, ds_in, s_in,
     cdef Py_ssize_t part = first_part(job.end, work)
     while True:
         job.start = max(job.end - part, 0)
-        begun = perf_counter()
+        begun = _clock()
         run(&kda_backward_item, &job, N * HV, threads, 0)
         if job.start == 0:
             return
         PyErr_CheckSignals()
-        part, job.end = next_part(job.end - job.start, perf_counter() - begun), job.start
+        part, job.end = next_part(job.end - job.start, _clock() - begun), job.start
 
 
 cdef int result(_Buffers buffers, kda_tensor *t, x, tuple shape, int inner) except -1:
@@ -749,8 +753,11 @@ cdef float *conv_state(_Buffers buffers, x, tuple shape, bint writable,
     return <float *>t.data
 
 
-def conv(int isa, y, s_out, x, s_in, taps, bias, cu_seqlens, int activation):
-    """y [B,T,D] from x; taps [width * D], tap by tap; states [N,D,width-1] or None, in any strides."""
+def conv(int isa, y, s_out, x, s_in, taps, bias, cu_seqlens, int activation, copies=()):
+    """y [B,T,D] from x; taps [width * D], tap by tap; states [N,D,width-1] or None, in any strides.
+
+    copies: as commit's, made with the last kernel's end.
+    """
     cdef _Buffers buffers = _Buffers()
     cdef kda_conv_job job
     cdef Py_ssize_t B, T, D, N
@@ -776,20 +783,25 @@ def conv(int isa, y, s_out, x, s_in, taps, bias, cu_seqlens, int activation):
     job.scratch = buffers.scratch(threads, job.scratch_floats)
     if items >= 16 * threads:
         run(&kda_conv_item, &job, items, threads, work)
+        commit(copies, ())
         return
     cdef Py_ssize_t part = first_part(T, work)
     while True:  # few items of many tokens
         job.end = min(job.start + part, T)
-        begun = perf_counter()
+        begun = _clock()
         run(&kda_conv_item, &job, items, threads, 0)
         if job.end >= T:
+            commit(copies, ())
             return
         PyErr_CheckSignals()
-        part, job.start = next_part(job.end - job.start, perf_counter() - begun), job.end
+        part, job.start = next_part(job.end - job.start, _clock() - begun), job.end
 
 
-def conv_step(int isa, y, state, x, weight, bias, int activation):
-    """y [B,D] from x, state [B,D,width-1] contiguous, in place; weight [D * width], channel by channel."""
+def conv_step(int isa, y, state, x, weight, bias, int activation, copies=()):
+    """y [B,D] from x, state [B,D,width-1] contiguous, in place; weight [D * width], channel by channel.
+
+    copies: as conv's.
+    """
     cdef _Buffers buffers = _Buffers()
     cdef kda_conv_job job
     cdef kda_tensor t
@@ -814,6 +826,7 @@ def conv_step(int isa, y, state, x, weight, bias, int activation):
     job.scratch_floats = 2 * KDA_CONV_CHANNELS
     job.scratch = buffers.scratch(threads, job.scratch_floats)
     run(&kda_conv_step_item, &job, items, threads, 0)
+    commit(copies, ())
 
 
 # ---- group-quantised matrices ----
@@ -909,21 +922,29 @@ cdef class Matrix:
         buffers.tensor(&t, y, (T, N), 1, True)
         if t.dtype != KDA_F32:
             raise ValueError("y is float32")
-        job.y, job.ld_y, job.T = <float *>t.data, t.batch, T
+        job.ld_y = t.batch
         padded = job.m.groups * job.m.group
-        cdef double work = <double>T * N * K / 8
+        cdef double work = <double>min(T, TOKENS) * N * K / 8
         cdef int threads = threads_for(work)
         job.scratch_floats = rounded(kda_idot_scratch(&job.m))
-        # the activations of all tokens lie behind the threads' scratch: codes, scales, sums
-        cdef Py_ssize_t floats = rounded(T * padded // 4 + 2 * T * job.m.groups)
+        # the activations of the tokens lie behind the threads' scratch: codes, scales, sums
+        cdef Py_ssize_t most = min(T, TOKENS), floats = rounded(most * padded // 4 + 2 * most * job.m.groups)
         job.scratch = buffers.scratch(1, threads * job.scratch_floats + floats)
         job.x_scales = job.scratch + threads * job.scratch_floats
-        job.x_sums = <int *>(job.x_scales + T * job.m.groups)
-        job.x_codes = <signed char *>(job.x_sums + T * job.m.groups)
-        cdef Py_ssize_t blocks = kda_idot_blocks(&job), chunks = kda_idot_chunks(&job)
-        run(&kda_idot_quantize_item, &job, blocks, <int>min(<Py_ssize_t>threads_for(T * K / 4), max(blocks, 1)),
-            T * K / 4)
-        run(&kda_idot_item, &job, chunks, <int>min(<Py_ssize_t>threads, chunks), work)
+        job.x_sums = <int *>(job.x_scales + most * job.m.groups)
+        job.x_codes = <signed char *>(job.x_sums + most * job.m.groups)
+        cdef Py_ssize_t start, blocks, chunks = kda_idot_chunks(&job)
+        cdef char *x_data = <char *>job.x.data
+        cdef Py_ssize_t x_step = job.x.batch * (4 if job.x.dtype == KDA_F32 else 2)
+        for start in range(0, T, TOKENS):
+            if start:
+                PyErr_CheckSignals()
+            job.T = min(T - start, TOKENS)
+            job.x.data, job.y = x_data + start * x_step, <float *>t.data + start * job.ld_y
+            blocks = kda_idot_blocks(&job)
+            run(&kda_idot_quantize_item, &job, blocks,
+                <int>min(<Py_ssize_t>threads_for(job.T * K / 4), max(blocks, 1)), job.T * K / 4)
+            run(&kda_idot_item, &job, chunks, <int>min(<Py_ssize_t>threads, chunks), work)
 
 
 # ---- dense matrices ----

@@ -870,16 +870,15 @@ def causal_conv1d_update(
         if other is not None and np.may_share_memory(state, other) and np.shares_memory(state, other):
             raise ValueError(f"state: overlaps {name}; pass a separate array")
     y = _result("out", out, x, {"x": x, "state": state, "weight": w, "bias": bias})
-    oldest = None
+    oldest: tuple[tuple[Array, Array], ...] = ()
     if wide:
-        oldest = state[:, :, 1].copy() if W > 1 else x.view(_BF16) if x.dtype == _U16 else x
+        taken = state[:, :, 1] if W > 1 else x.view(_BF16) if x.dtype == _U16 else x
+        oldest = ((state[:, :, 0], taken.astype(np.float32)),)
     if past.flags.c_contiguous:
-        _core.conv_step(row, y, past, x, w.reshape(-1), bias, act)
+        _core.conv_step(row, y, past, x, w.reshape(-1), bias, act, oldest)
     else:
         _core.conv(row, y[:, None], past, x[:, None], past, np.ascontiguousarray(w.T).reshape(-1), bias,
-                   None, act)
-    if oldest is not None:
-        state[:, :, 0] = oldest
+                   None, act, oldest)
     return _returned(out, y)
 
 
@@ -931,7 +930,7 @@ def rms_norm_gated(
 
 
 def _four(x: Array) -> Array:
-    """[..., n] as [B, T, H, n], without a copy up to four axes. Threads share B and T, so an axis that is missing is H."""
+    """[..., n] as [B, T, H, n], without a copy up to four axes. Threads share B and T: H is missing first."""
     if x.ndim > 4:
         return x.reshape(1, -1, x.shape[-2], x.shape[-1])
     return x[((None, None, None), (None, slice(None), None), (slice(None), slice(None), None), ())[x.ndim - 1]]

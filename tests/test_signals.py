@@ -1,7 +1,5 @@
 """Signals: a long call is run in parts, whose bits are those of the whole, and Ctrl-C ends it between two of them."""
 import os
-import re
-import signal
 import sys
 
 import numpy as np
@@ -162,7 +160,8 @@ DELTA = "x, g = wide(1, T, 1, 512), wide(1, T, 1, 512, value=-1); call = lambda:
 CALLS = {
     "chunk_kda": DELTA + "chunk_kda(x, x, x, g, x[..., 0])",
     "fused_recurrent_kda": DELTA + "fused_recurrent_kda(x, x, x, g, x[..., 0])",
-    "chunk_kda of states": DELTA + "chunk_kda(x, x, x, g, x[..., 0], chunk_size=T // 2, return_intermediate_states=True)",
+    "chunk_kda of states": DELTA + "chunk_kda(x, x, x, g, x[..., 0], chunk_size=T // 2, "
+                                   "return_intermediate_states=True)",
     "causal_conv1d": "x = wide(1, 100 * T, 64); w = np.ones((64, 8), np.float32)\n"
                      "call = lambda: kda.causal_conv1d(x, w)",
     "l2norm": "x = wide(T // 10, 4096); call = lambda: [kda.l2norm(x) for _ in range(99)]",
@@ -235,7 +234,8 @@ kda.set_num_threads(2)
 layer = KDALayer.from_tensors(TINY, seeded(TINY), weight_format={weights!r}, recurrent_max=10**9)
 x = np.random.default_rng(0).standard_normal((1, LENGTH, 48)).astype(np.float32)
 def bits(state):
-    return b"".join(np.ascontiguousarray(a).tobytes() for a in (state.recurrent, state.conv_q, state.conv_k, state.conv_v))
+    parts = (state.recurrent, state.conv_q, state.conv_k, state.conv_v)
+    return b"".join(np.ascontiguousarray(a).tobytes() for a in parts)
 state = layer.new_state()
 wanted = [bits(state)]
 for t in range(LENGTH):
