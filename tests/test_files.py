@@ -58,7 +58,7 @@ def test_a_write_that_fails_leaves_the_old_file(pair, step, tmp_path, monkeypatc
 
     class Failing:
         def __init__(self, path, mode):
-            self.file = open(path, mode)
+            self.file = open(path, mode)  # noqa: SIM115 - closed by __exit__
 
         def __enter__(self):
             return self
@@ -216,7 +216,7 @@ def cut_while_read(monkeypatch, path, read):
 
     with monkeypatch.context() as patch:
         patch.setattr(np, "empty", cutting)
-        with pytest.raises(ValueError, match="ends in the middle of it|became shorter while it was read"):
+        with pytest.raises(ValueError, match=r"ends in the middle of it|became shorter while it was read"):
             read(path)
     assert cut
     path.write_bytes(whole)
@@ -258,7 +258,7 @@ def test_every_dtype_and_shape_is_read_as_the_library_does(tmp_path):
     rng = np.random.default_rng(0)
     tensors = {"bf16": rng.standard_normal((3, 4)).astype(ml_dtypes.bfloat16), "scalar": np.array(2.5, np.float32),
                "none": np.empty((0, 5), np.float32), "bool": rng.random(7) < 0.5}
-    for kind in "f2 f4 f8 i1 i2 i4 i8 u1 u2 u4 u8".split():
+    for kind in ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]:
         tensors[kind] = rng.integers(0, 100, (5, 2, 3)).astype(kind)
     save_file(tensors, tmp_path / "x", metadata={"a": "b"})
     with files.Safetensors(tmp_path / "x") as file:
