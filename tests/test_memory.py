@@ -4,8 +4,13 @@ import platform
 import subprocess
 import sys
 
+import numpy as np
 import pytest
-from helpers import python
+from helpers import make_inputs, python, same_bits
+from plain_layer import TINY, seeded
+
+import kda
+from kda import _core
 
 HERE = os.path.dirname(__file__)
 GLIBC = sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
@@ -202,3 +207,178 @@ def test_an_allocation_that_fails_changes_nothing(failing_malloc, what):
     done = python(SWEEP + globals()[what], LD_PRELOAD=failing_malloc, timeout=300)
     assert set(done.stdout.split()[::2]) == {"ok"}
     assert len(done.stdout.splitlines()) == {"OPS": 12, "MATRICES": 8, "STATES": 27}[what]
+
+
+# ---- offsets beyond 2^31 elements ----
+
+FAR = 2**31 + 64  # elements: an int of 32 bits does not hold it, nor the bytes of 16-bit elements
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory):
+    """far(x, axis): x with its two entries along an axis that far apart, in a sparse file of which few pages exist."""
+    folder = tmp_path_factory.mktemp("sparse")
+    made = []
+
+    def far_apart(x, axis):
+        assert x.shape[axis] == 2
+        path = folder / f"{len(made)}"
+        with open(path, "wb") as file:
+            file.truncate((FAR + 2 * x.size) * x.itemsize)
+        whole = np.memmap(path, x.dtype, "r+")
+        strides = list(np.empty(x.shape, x.dtype).strides)
+        strides[axis] = FAR * x.itemsize
+        view = np.lib.stride_tricks.as_strided(whole, x.shape, strides)
+        view[...] = x
+        made.append(path)
+        return view
+
+    yield far_apart
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+FAR_APART = pytest.mark.skipif(sys.maxsize < 2**33 or os.name == "nt", reason="needs 64-bit addresses, sparse files")
+
+
+@FAR_APART
+@pytest.mark.parametrize("function", [kda.fused_recurrent_kda, kda.chunk_kda], ids=lambda f: f.__name__)
+def test_far_apart_in_the_delta_rule(isa, function, far):
+    x = make_inputs(0, 2, 2, 2, 2, 20, 12, N=2)
+    want_o, want_s = function(**x, output_final_state=True, isa=isa)
+    for name, array in x.items():
+        for axis in range(2 if name == "initial_state" else 3):
+            o, s = function(**x | {name: far(array, axis)}, output_final_state=True, isa=isa)
+            assert same_bits(o, want_o), (name, axis)
+            assert same_bits(s, want_s), (name, axis)
+    for axis in range(3):  # an output's axes before the far one have one entry, or it is refused
+        cut = (slice(0, 1),) * min(axis, 2)
+        y = {name: a[cut[:1]] if name == "initial_state" else a[cut] for name, a in x.items()}
+        want_o, want_s = function(**y, output_final_state=True, isa=isa)
+        o, s = far(np.zeros_like(want_o), axis), far(np.zeros_like(want_s), min(axis, 1))
+        function(**y, out=o, state_out=s, isa=isa)
+        assert same_bits(o, want_o), axis
+        assert same_bits(s, want_s), axis
+    halves = {name: a if name == "initial_state" else a.astype(np.float16) for name, a in x.items()}
+    want_o, _ = function(**halves, isa=isa)
+    out = far(np.zeros_like(want_o), 0)
+    function(**halves | {name: far(halves[name], 1) for name in "qkvg"}, out=out, isa=isa)
+    assert same_bits(out, want_o)
+
+
+@FAR_APART
+def test_a_pool_of_states_beyond_2_31_elements(isa, tmp_path):
+    """131,104 sequences, of which the first and the last have tokens; the others' states are not touched."""
+    N, x = 131_104, make_inputs(0, 1, 6, 1, 1, 128, 128)
+    cu = np.full(N + 1, 3)
+    cu[0], cu[-1] = 0, 6
+    with open(tmp_path / "pool", "wb") as file:
+        file.truncate(N * 128 * 128 * 4)
+    pool = np.memmap(tmp_path / "pool", np.float32, "r+", shape=(N, 1, 128, 128))
+    assert pool.size > 2**31
+    o, _ = kda.fused_recurrent_kda(**x, initial_state=pool, state_out=pool, cu_seqlens=cu, isa=isa)
+    for n, part in ((0, slice(0, 3)), (N - 1, slice(3, 6))):
+        alone = {name: array[:, part] for name, array in x.items()}
+        want_o, want_s = kda.fused_recurrent_kda(**alone, output_final_state=True, isa=isa)
+        assert same_bits(o[:, part], want_o)
+        assert same_bits(np.array(pool[n:n + 1]), want_s)
+    assert not pool[1].any()
+
+
+@FAR_APART
+def test_far_apart_elsewhere(isa, far):
+    rng = np.random.default_rng(0)
+
+    def random(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    x, gate, weight, past = random(2, 2, 2, 40), random(2, 2, 2, 40), random(40), random(2, 2, 3)
+    want = kda.rms_norm_gated(x, gate, weight, isa=isa)
+    for axis in range(3):
+        got = kda.rms_norm_gated(far(x, axis), far(gate, axis), weight, out=far(0 * x, 0), isa=isa)
+        assert same_bits(np.array(got), want)
+        assert same_bits(kda.l2norm(far(x, axis), isa=isa), kda.l2norm(x, isa=isa))
+        A_log = weight[:2]
+        assert same_bits(kda.fused_kda_gate(far(x, axis), A_log, isa=isa), kda.fused_kda_gate(x, A_log, isa=isa))
+    tokens, taps = random(2, 2, 2), random(2, 4)
+    want_y, want_s = kda.causal_conv1d(tokens, taps, None, "silu", past, True, isa=isa)
+    for axis in range(2):
+        got, s = kda.causal_conv1d(far(tokens, axis), taps, None, "silu", far(past, axis), True,
+                                   out=far(0 * tokens, 0), isa=isa)
+        assert same_bits(np.array(got), want_y)
+        assert same_bits(s, want_s)
+        near, away, y = past.copy(), far(past, axis), far(0 * tokens[:, 0], 0)
+        want = kda.causal_conv1d_update(tokens[:, 0], near, taps, isa=isa)
+        kda.causal_conv1d_update(far(tokens[:, 0], 0), away, taps, out=y, isa=isa)
+        assert same_bits(np.array(y), want)
+        assert same_bits(np.array(away), near)
+    two = random(2, 40)
+    near, away = kda.dense.DenseMatrix([two], isa), kda.dense.DenseMatrix([far(two, 0)], isa)
+    want, got = np.empty((2, 2), np.float32), far(np.zeros((2, 2), np.float32), 0)
+    near.into(want, two)
+    away.into(got, far(two, 0))
+    assert same_bits(np.array(got), want)
+    codes = kda.QuantizedMatrix.quantize(two, 8, 32, isa=isa)
+    want = codes.matmul(two)
+    codes.into(got, far(two, 0))
+    assert same_bits(np.array(got), want)
+
+
+@FAR_APART
+def test_far_apart_in_gradients(far):
+    x = make_inputs(0, 2, 2, 2, 2, 20, 12, N=2)
+    d_o = x["v"] * 0.5
+    want = kda.ops.chunk_kda_backward(d_o, x["initial_state"], **x)
+    for axis in range(3):
+        apart = {name: far(array, min(axis, 1) if name == "initial_state" else axis) for name, array in x.items()}
+        got = kda.ops.chunk_kda_backward(far(d_o, axis), far(x["initial_state"], min(axis, 1)), **apart)
+        assert all(a is None or same_bits(a, got[name]) for name, a in want.items())
+
+
+@FAR_APART
+def test_far_apart_in_a_layer(far):
+    layer = kda.KDALayer.from_tensors(TINY, seeded(TINY))
+    x = np.random.default_rng(0).standard_normal((2, 2, 48)).astype(np.float32)
+    for axis in range(2):
+        assert same_bits(layer(far(x, axis), layer.new_state(2)), layer(x, layer.new_state(2)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.maxsize < 2**33, reason="needs 64-bit addresses")
+def test_dense_panels_beyond_2_31_elements():
+    """The last panels of 2^31 weights and more; all before them are pages of zeros."""
+    row = list(kda.isas().values()).index(True)
+    lanes = _core.dense_lanes(row)
+    K, N = 32768, 65536 + 2 * lanes
+    panels = np.zeros(-(-N // lanes) * lanes * K, np.float32)
+    last = np.random.default_rng(0).standard_normal((lanes, K)).astype(np.float32)
+    _core.dense_pack(row, panels[-lanes * K:], last, lanes, 0)
+    x = np.random.default_rng(1).standard_normal((1, K)).astype(np.float32)
+    y, want = np.empty((1, N), np.float32), np.empty((1, lanes), np.float32)
+    _core.Dense(row, panels, N, K).multiply(y, x)
+    kda.dense.DenseMatrix([last]).into(want, x)
+    assert panels.size > 2**31
+    assert not y[:, :-lanes].any()
+    assert same_bits(y[:, -lanes:], want)
+
+
+# ---- sizes that cannot be ----
+
+@pytest.mark.parametrize("shape", [(1, 2**40, 1, 64), (1, 2**54, 1, 64)], ids=["2^48 bytes", "2^62 bytes"])
+def test_huge_results_are_refused(shape):
+    """MemoryError, or numpy's ValueError where the bytes are too many to count; what is there stays as it was."""
+    x = np.broadcast_to(np.ones(64, np.float32), shape)
+    S = np.ones((1, 1, 64, 64), np.float32)
+    before = S.copy()
+    for call in (lambda: kda.fused_recurrent_kda(x, x, x, x, x[..., 0], initial_state=S, state_out=S),
+                 lambda: kda.chunk_kda(x, x, x, x, x[..., 0], initial_state=S, state_out=S, chunk_size=1,
+                                       return_intermediate_states=True),
+                 lambda: kda.l2norm(x), lambda: kda.rms_norm_gated(x, x, x[0, 0, 0]),
+                 lambda: kda.fused_kda_gate(x, x[0, 0, 0, :1]),
+                 lambda: kda.causal_conv1d(x[:, :, 0], np.ones((64, 4), np.float32)),
+                 lambda: kda.QuantizedMatrix.quantize(x[0, :, 0]), lambda: kda.dense.DenseMatrix([x[0, :, 0]]),
+                 lambda: kda.QuantizedMatrix.quantize(np.ones((64, 64), np.float32)).matmul(x),
+                 lambda: kda.Session(TINY, batch=shape[1] // 16), lambda: kda.KDAState(TINY, shape[1] // 16)):
+        with pytest.raises((MemoryError, ValueError), match=r"allocate|too big|Maximum allowed"):
+            call()
+    assert same_bits(S, before)
