@@ -144,7 +144,7 @@ def _gate_flags(A_log: Any, lower_bound: float | None) -> int:
 
 
 def _sequences(cu_seqlens: Any, B: int, T: int) -> NDArray[np.int64]:
-    cu = np.asarray(cu_seqlens)
+    cu = np.array(cu_seqlens)  # a copy: what is checked here must still be so when the core reads it
     if cu.dtype.kind not in "iu":
         raise TypeError(f"cu_seqlens: expected integers, got {_described(cu)}")
     if cu.ndim != 1 or cu.size < 1:
@@ -442,6 +442,7 @@ def _delta(
 ) -> tuple[Array, NDArray[np.float32] | None, NDArray[np.float32] | None]:
     """The two forms of the delta rule: token by token (chunk_size None) or in blocks."""
     row = isa_index(isa)
+    given = cu_seqlens if isinstance(cu_seqlens, np.ndarray) else None
     q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, N, flags, lower_bound = _delta_arguments(
         q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, lower_bound, state_v_first, cu_seqlens)
@@ -452,7 +453,7 @@ def _delta(
     state_shape = (N, HV, K, V)
 
     inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias,
-              "cu_seqlens": cu_seqlens}
+              "cu_seqlens": given}
     if state_out is None:
         final = aligned_empty(state_shape)
     else:
@@ -795,7 +796,7 @@ def causal_conv1d(
     W = w.shape[1]
     act = _activation(activation, ("silu", "swish", None))
     bias = _floats("bias", bias, D, "D: one per channel")
-    N = B
+    N, given = B, cu_seqlens if isinstance(cu_seqlens, np.ndarray) else None
     if cu_seqlens is not None:
         cu_seqlens = _sequences(cu_seqlens, B, T)
         N = cu_seqlens.size - 1
@@ -808,7 +809,7 @@ def causal_conv1d(
         if initial_state.dtype is not _F32 or not initial_state.flags.aligned:
             initial_state = _packed(initial_state, _F32)
     y = _result("out", out, x, {"x": x, "weight": w, "bias": bias, "initial_state": initial_state,
-                                 "cu_seqlens": cu_seqlens})
+                                 "cu_seqlens": given})
     final = np.empty((N, D, W - 1), np.float32) if output_final_state else None
     _core.conv(row, y, final, x, initial_state, np.ascontiguousarray(w.T).reshape(-1), bias, cu_seqlens, act)
     return _returned(out, y), final

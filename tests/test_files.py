@@ -271,3 +271,19 @@ def test_every_dtype_and_shape_is_read_as_the_library_does(tmp_path):
                 assert same_bits(file.read(name, 1, 4), want[1:4])
         with pytest.raises(KeyError):
             file.read("other")
+
+
+def test_a_history_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    from kda.perf import history
+    line = {name: "x" for name in history.KEY} | {"us": 1.0}
+    history.add(tmp_path / "h", [line])
+    before = (tmp_path / "h").read_bytes()
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        history.add(tmp_path / "h", [line | {history.KEY[0]: "y"}])
+    assert (tmp_path / "h").read_bytes() == before
+    assert os.listdir(tmp_path) == ["h"]

@@ -554,3 +554,9 @@ def test_bad_norm_input(x, options, error, message):
 def test_scale_must_be_a_number():
     with pytest.raises(TypeError):
         kda.fused_recurrent_kda(**good(), scale="0.1")
+
+
+def test_cu_seqlens_are_the_calls_own():
+    """Another thread that changes the caller's array must not move what the core reads."""
+    cu = np.array([0, 3, 7])
+    assert not np.shares_memory(kda.ops._sequences(cu, 1, 7), cu)
