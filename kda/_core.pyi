@@ -38,7 +38,8 @@ def delta(
     chunked: bool, states: Any, spacing: int, pending: Any = None,
 ) -> None: ...
 def settle(
-    isa: int, s: Any, pending: Any, changes: Iterable[tuple[object, str, object]] = (),
+    isa: int, s: Any, pending: Any, copies: Iterable[tuple[Any, Any]] = (),
+    changes: Iterable[tuple[object, str, object]] = (),
 ) -> None: ...
 
 class Layer:

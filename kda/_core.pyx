@@ -482,9 +482,8 @@ cdef float *updates(_Buffers buffers, x, tuple shape) except NULL:
     return <float *>t.data
 
 
-def settle(int isa, s, pending, changes=()):
-    """Make the updates that s [N,HV,K,V] lacks, in place, and then the changes, as commit does; pending [N,HV,2K+V] is
-    only read."""
+def settle(int isa, s, pending, copies=(), changes=()):
+    """Make the updates of pending [N,HV,2K+V] that s [N,HV,K,V] lacks, in place, and with their end commit's affair."""
     cdef _Buffers buffers = _Buffers()
     cdef kda_job job
     memset(&job, 0, sizeof(job))
@@ -493,7 +492,7 @@ def settle(int isa, s, pending, changes=()):
     state(buffers, &job.s_out, s, s.shape, True)
     job.pending = updates(buffers, pending, (job.N, job.HV, 2 * job.K + job.V))
     run(&kda_settle_item, &job, job.N * job.HV, threads_for(<double>job.N * job.HV * job.K * job.V), 0)
-    commit((), changes)
+    commit(copies, changes)
 
 
 cdef class Layer:

@@ -274,13 +274,13 @@ def no_updates(state: NDArray[np.float32]) -> NDArray[np.float32]:
         raise _shape_error("state", np.asarray(state), ["N", "HV", "K", "V"])
     N, HV, K, V = state.shape
     pending = aligned_empty((N, HV, 2 * K + V))
-    _forget(pending, K)
+    _core.commit(_none(pending, K), ())
     return pending
 
 
-def _forget(pending: Array, K: int) -> None:
-    pending[..., :K] = 1
-    pending[..., K:] = 0
+def _none(pending: Array, K: int) -> list[tuple[Array, int]]:
+    """What commit copies to leave no updates."""
+    return [(pending[..., :K], 1), (pending[..., K:], 0)]
 
 
 def settle(state: NDArray[np.float32], pending: NDArray[np.float32], *, isa: str | None = None) -> None:
@@ -296,8 +296,7 @@ def settle(state: NDArray[np.float32], pending: NDArray[np.float32], *, isa: str
     s = _output("state", state, (N, HV, K, V), _F32, {}, inner=2)
     updates = _output("pending", pending, (N, HV, 2 * K + V), _F32, {"state": state}, inner=3)
     if s.size:
-        _core.settle(row, s, updates)
-        _forget(updates, K)
+        _core.settle(row, s, updates, _none(updates, K))
 
 
 def chunk_kda(

@@ -120,7 +120,7 @@ class Row:
             if isa is not None and updates is not None:
                 S = self.pairs[slot][0]
                 _core.settle(isa, S[None], updates.reshape(1, len(S), -1),
-                             [(self, "lacks", self.lacking(slot, None))])
+                             changes=[(self, "lacks", self.lacking(slot, None))])
 
     def target_slot(self) -> int:
         """The buffer to write: this one, unless a snapshot holds it."""

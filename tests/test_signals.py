@@ -65,6 +65,29 @@ def test_parts_do_not_show_in_the_delta_rule(isa, threads, parts, case, spacing)
 
 
 @pytest.mark.parametrize("case", CUTS)
+def test_parts_do_not_show_in_updates_that_are_left(isa, parts, case):
+    options = {"B": 1, "T": 97, "H": 2, "HV": 4, "K": 20, "V": 12} | CUTS[case]
+    cu = options.pop("cu_seqlens", None)
+    x = make_inputs(0, **{"N": options["B"]} | options)
+
+    def call():
+        state = x["initial_state"].copy()
+        pending = kda.no_updates(state)
+        for _ in range(2):
+            o, _ = kda.fused_recurrent_kda(**x | {"initial_state": state}, state_out=state, pending=pending,
+                                           cu_seqlens=cu, isa=isa)
+            yield o
+        yield pending.copy()
+        yield state.copy()
+        kda.settle(state, pending, isa=isa)
+        yield state
+        assert same_bits(pending, kda.no_updates(state))
+
+    for got, want in both(parts, call):
+        assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("case", CUTS)
 def test_parts_do_not_show_in_gradients(parts, case):
     options = {"B": 1, "T": 150, "H": 2, "HV": 4, "K": 12, "V": 8} | CUTS[case]
     cu = options.pop("cu_seqlens", None)
