@@ -108,7 +108,8 @@ class Session:
 
     def rollback(self, n: int | Sequence[int] | NDArray[np.integer[Any]]) -> None:
         """Drop the last n tokens of every row, or n[b] of row b, in every layer; see KDAState.rollback. Raises
-        ValueError for more than can be dropped, and leaves all layers as they are."""
+        ValueError for more than can be dropped, and leaves all layers as they are. A MemoryError or a signal on the way
+        may leave layers at different positions."""
         with exclusive(*self.layers):
             counts = [layer.checked_rollback(n, f"layer {i}, ") for i, layer in enumerate(self.layers)]
             for layer, each in zip(self.layers, counts, strict=True):
