@@ -359,8 +359,8 @@ class KDAState:
 
         A row can drop as many tokens as it has taken since its start or a load, up to rollback_window; what has been
         dropped counts against the window until as many have been taken again. Raises ValueError for more, and leaves
-        all rows as they are. Where memory runs out on the way, or a signal's handler raises, each row is as it was or
-        has dropped its tokens: `positions` says which.
+        all rows as they are. Where memory runs out on the way, or a signal's handler raises, each row is where
+        `positions` says: as it was, rolled back, or, if that failed twice, at its last snapshot.
         """
         with self.lock:
             self.rollback_rows(self.checked_rollback(n))
