@@ -150,7 +150,8 @@ def test_calls_keep_nothing(each):
 
 def test_a_leak_would_be_seen():
     kept = []
-    assert (grown(lambda: kept.append([np.empty(100)]), 400) >= 400).all()
+    told = 2 if "asan" in os.environ.get("LD_PRELOAD", "") or not held()[2] else 3  # ASan's malloc does not count
+    assert (grown(lambda: kept.append([np.empty(100)]), 400)[:told] >= 400).all()
 
 
 @pytest.mark.parametrize("name", ["in place", "chunk", "conv step", "norm", "matmul", "bad overlap",
