@@ -158,10 +158,15 @@ cdef class Locks:
 def commit(copies, changes):
     """array[...] = value for each (array, value) of copies, then setattr(*change) for each of changes: what must be
     seen all together. Values have their array's dtype and shape, or are 0."""
+    make(copies, changes)
+
+
+cdef int make(copies, changes) except -1:
     for array, value in copies:
         array[...] = value
     for thing, name, value in changes:
         setattr(thing, name, value)
+    return 0
 
 
 # ---- buffers ----
@@ -492,7 +497,7 @@ def settle(int isa, s, pending, copies=(), changes=()):
     state(buffers, &job.s_out, s, s.shape, True)
     job.pending = updates(buffers, pending, (job.N, job.HV, 2 * job.K + job.V))
     run(&kda_settle_item, &job, job.N * job.HV, threads_for(<double>job.N * job.HV * job.K * job.V), 0)
-    commit(copies, changes)
+    make(copies, changes)
 
 
 cdef class Layer:
@@ -561,7 +566,7 @@ cdef class Layer:
             if job.rows.left[n] != NULL and (chunked or job.cu_seqlens[n] == job.cu_seqlens[n + 1]):
                 raise ValueError("no step, no update of it")
         run_delta(buffers, &job, threads_for(<double>max(job.T, job.N) * job.HV * job.K * job.V), 0)
-        commit((), changes)
+        make((), changes)
 
 
 cdef int dtype_code(x) except -1:
@@ -782,7 +787,7 @@ def conv(int isa, y, s_out, x, s_in, taps, bias, cu_seqlens, int activation, cop
     job.scratch = buffers.scratch(threads, job.scratch_floats)
     if items >= 16 * threads:
         run(&kda_conv_item, &job, items, threads, work)
-        commit(copies, ())
+        make(copies, ())
         return
     cdef Py_ssize_t part = first_part(T, work)
     while True:  # few items of many tokens
@@ -790,7 +795,7 @@ def conv(int isa, y, s_out, x, s_in, taps, bias, cu_seqlens, int activation, cop
         begun = _clock()
         run(&kda_conv_item, &job, items, threads, 0)
         if job.end >= T:
-            commit(copies, ())
+            make(copies, ())
             return
         PyErr_CheckSignals()
         part, job.start = next_part(job.end - job.start, _clock() - begun), job.end
@@ -825,7 +830,7 @@ def conv_step(int isa, y, state, x, weight, bias, int activation, copies=()):
     job.scratch_floats = 2 * KDA_CONV_CHANNELS
     job.scratch = buffers.scratch(threads, job.scratch_floats)
     run(&kda_conv_step_item, &job, items, threads, 0)
-    commit(copies, ())
+    make(copies, ())
 
 
 # ---- group-quantised matrices ----

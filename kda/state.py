@@ -161,8 +161,11 @@ class Row:
         """What changes with a pass that writes buffer `slot`, which lacks the last updates if that ISA left them; part:
         what it adds to its call."""
         position = self.position + tokens
-        changes: list[Change] = [(self, "slot", slot), (self, "position", position),
-                                 (self, "lacks", self.lacking(slot, lacks))]
+        changes: list[Change] = [(self, "position", position)]
+        if slot != self.slot:
+            changes.append((self, "slot", slot))
+        if self.lacks[slot] != lacks:
+            changes.append((self, "lacks", self.lacking(slot, lacks)))
         if call is not None:
             last = self.snapshots[-1]
             changes.append((call, "parts", (*call.parts, part)))
