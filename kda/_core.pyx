@@ -117,7 +117,7 @@ cdef class Lock:
     """A lock as a context: held or refused, never waited for. of: a weak reference, for the refusal's message."""
     cdef object acquire, release, of
 
-    def __init__(self, of):
+    def __cinit__(self, of):
         lock = _allocate_lock()
         self.acquire, self.release, self.of = lock.acquire, lock.release, of
 
@@ -129,12 +129,15 @@ cdef class Lock:
     def __exit__(self, *error):
         self.release()
 
+    def __reduce__(self):
+        raise TypeError("cannot pickle a state, which has a lock; Session.save writes one to a file")
+
 
 cdef class Locks:
     """All of these Locks, or none."""
     cdef tuple locks
 
-    def __init__(self, locks):
+    def __cinit__(self, locks):
         self.locks = tuple(locks)
 
     def __enter__(self):

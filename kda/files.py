@@ -7,16 +7,16 @@ import errno
 import json
 import math
 import os
-import secrets
-import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _DTYPES = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4",
            "U32": "<u4", "I64": "<i8", "U64": "<u8", "BOOL": "?"}
@@ -30,6 +30,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     new one. Where the block or the writing fails, the old one is as it was and nothing else is left. A symbolic link is
     followed. Raises OSError, IsADirectoryError for a directory, and OSError (EINVAL) for a device, pipe or socket.
     """
+    import secrets
+    import shutil
+    from pathlib import Path
+
     path = Path(os.path.realpath(path))
     with contextlib.suppress(FileNotFoundError):
         mode = path.stat().st_mode

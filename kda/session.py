@@ -6,7 +6,7 @@ import json
 import os
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,6 @@ from kda.config import KDAConfig
 from kda.files import replacing, safetensors_header
 from kda.ops import Array
 from kda.state import KDAState, exclusive
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _FORMAT, _VERSION = "kda-session", "1"
 _LAYOUT = "recurrent B,HV,K,V; conv B,D,W-1 oldest first"

@@ -82,8 +82,8 @@ def test_import_brings_nothing_heavy():
 
 # What `import kda` brings beyond numpy: every program that imports it pays for that, so what one function needs is
 # imported in that function. Other versions of numpy bring some of these themselves.
-OURS = {"kda", *(f"kda.{name}" for name in ("_core", "config", "dense", "layer", "ops", "plan", "quant", "runtime",
-                                             "session", "state", "weights"))}
+OURS = {"kda", *(f"kda.{name}" for name in ("_core", "config", "dense", "files", "layer", "ops", "plan", "quant",
+                                             "runtime", "session", "state", "weights"))}
 OTHERS = {"ml_dtypes", "json", "dataclasses", "copy", "threading", "mmap", "errno",
           "cython_runtime", "org"}  # of Cython's modules; of copy, for Jython
 
