@@ -1,5 +1,6 @@
 """The recurrent step on real shapes, beside the in-place pass over the same bytes and the FMA peak."""
 
+import numpy as np
 import pytest
 from common import ISAS, assert_near, beside_ceilings, beside_peak, describe, in_turn, stats
 
@@ -84,6 +85,27 @@ def test_isas_side_by_side(benchmark, other, team, target, summary):
         summary(f"decode, 20 layers, {team} thread(s): {other} takes {ratio:.2f} x {ISAS[0]}")
         if ISAS[0].startswith("avx512") and other == "avx2":
             target("avx2 over avx512 from memory", ratio, 1.3)
+
+
+@pytest.mark.parametrize("T", [1, 64])
+def test_subnormal_states(benchmark, isa, T, target, summary):
+    """States of which every element is subnormal, and stays so, in turn with ordinary ones."""
+    shape = counts.KIMI_LINEAR_LAYER
+    if T == 1:
+        ours, ordinary = Decode(shape, isa), Decode(shape, isa)
+        states = ours.states
+    else:
+        ours, ordinary = Prefill(shape, T, isa), Prefill(shape, T, isa)
+        states = ours.state
+    ours.v[...], ours.g[...] = 0, -1e-6
+    states *= 1e-38  # around 1e-39
+    ratio = in_turn(benchmark, ours.run, lambda: ordinary.ns(1), rounds=40, to="ordinary states")
+    describe(benchmark, shape, isa, kda.get_num_threads(), tokens=T)
+    assert 0 < np.abs(states).max() < np.finfo(np.float32).tiny
+    if ratio:
+        benchmark.extra_info["times_ordinary"] = 1 / ratio
+        summary(f"subnormal states, T = {T}, {isa}: {1 / ratio:.2f} x the time of ordinary ones")
+        target("time of subnormal states over ordinary ones", 1 / ratio, most=2.0)
 
 
 @pytest.mark.parametrize("op", [kda.fused_recurrent_kda, kda.chunk_kda], ids=lambda op: op.__name__)

@@ -12,8 +12,12 @@ objects that hold buffers are complete when their __cinit__ ends and never chang
 from cpython.buffer cimport (
     PyBUF_FORMAT, PyBUF_ND, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
+from cpython.exc cimport PyErr_CheckSignals
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
+
+from _thread import allocate_lock as _allocate_lock
+from time import perf_counter as _clock
 
 from kda._kernels cimport *
 
@@ -22,6 +26,13 @@ from kda._kernels cimport *
 cdef enum:
     GRAIN = 65536
     BUFFERS = 24
+    TOKENS = 1024  # that a quantised matrix takes together: bounds what their codes need
+cdef double MOST = 1 << 62  # bytes of scratch
+
+# A call of more work than this is run in parts, between which Python looks for signals: the first of about so much
+# work, a few milliseconds, the others of about part_seconds. A call that is one part looks at nothing.
+cdef double part_work = 1 << 25
+cdef double part_seconds = 0.05
 
 F_GATE = KDA_GATE
 F_BOUNDED = KDA_BOUNDED
@@ -88,8 +99,8 @@ def threads_now():
     return kda_thread_limit()
 
 
-cdef int threads_for(long long work) noexcept:
-    return <int>max(1, min(<long long>kda_thread_limit(), work // GRAIN))
+cdef int threads_for(double work) noexcept:
+    return <int>max(1.0, min(<double>kda_thread_limit(), work / GRAIN))
 
 
 cdef const kda_kernels *kernels_of(int isa) except NULL:
@@ -99,6 +110,69 @@ cdef const kda_kernels *kernels_of(int isa) except NULL:
         raise RuntimeError(f"{kda_isas[isa].kernels.name.decode()}: the operating system does not permit this process "
                            "its instructions")
     return kda_isas[isa].kernels
+
+
+# ---- what nothing interrupts ----
+#
+# A signal's handler may raise between any two bytecodes of Python, but not inside a call of these.
+
+cdef class Lock:
+    """A lock as a context: held or refused, never waited for. of: a weak reference, for the refusal's message."""
+    cdef object acquire, release, of
+
+    def __cinit__(self, of):
+        lock = _allocate_lock()
+        self.acquire, self.release, self.of = lock.acquire, lock.release, of
+
+    def __enter__(self):
+        if not self.acquire(False):
+            raise RuntimeError(f"{self.of()!r} is in use by another call; a state serves one call at a time, so give "
+                               "each thread its own (copy, Session.fork)")
+
+    def __exit__(self, *error):
+        self.release()
+
+    def __reduce__(self):
+        raise TypeError("cannot pickle a state, which has a lock; Session.save writes one to a file")
+
+
+cdef class Locks:
+    """All of these Locks, or none."""
+    cdef tuple locks
+
+    def __cinit__(self, locks):
+        self.locks = tuple(locks)
+
+    def __enter__(self):
+        cdef Lock lock
+        cdef Py_ssize_t held = 0
+        try:
+            for lock in self.locks:
+                lock.__enter__()
+                held += 1
+        except BaseException:
+            for lock in self.locks[:held]:
+                lock.release()
+            raise
+
+    def __exit__(self, *error):
+        cdef Lock lock
+        for lock in self.locks:
+            lock.release()
+
+
+def commit(copies, changes):
+    """array[...] = value for each (array, value) of copies, then setattr(*change) for each of changes: what must be
+    seen all together. Values have their array's dtype and shape, or are 0."""
+    make(copies, changes)
+
+
+cdef int make(copies, changes) except -1:
+    for array, value in copies:
+        array[...] = value
+    for thing, name, value in changes:
+        setattr(thing, name, value)
+    return 0
 
 
 # ---- buffers ----
@@ -123,9 +197,11 @@ cdef class _Buffers:
 
     cdef float *scratch(self, int threads, Py_ssize_t floats) except NULL:
         """`floats` (a multiple of 16) per thread, on cache lines."""
-        self.memory = malloc(<size_t>(threads * floats) * sizeof(float) + 64)
+        cdef double size = 4.0 * threads * floats + 64
+        if size < MOST:
+            self.memory = malloc(<size_t>threads * <size_t>floats * sizeof(float) + 64)
         if self.memory == NULL:
-            raise MemoryError(f"scratch for {threads} threads: {threads * floats * 4} bytes")
+            raise MemoryError(f"scratch for {threads} threads: {size:.0f} bytes")
         return <float *>(<size_t>self.memory + 63 & ~<size_t>63)
 
     cdef void **pointers(self, Py_ssize_t n) except NULL:
@@ -231,9 +307,40 @@ cdef void extent(Py_buffer *view, size_t *low, size_t *high) noexcept:
 
 # ---- operations ----
 
-cdef void run(kda_task_fn *task, const void *job, Py_ssize_t items, int threads) noexcept:
-    with nogil:
-        kda_parallel_for(task, job, items, threads)
+def set_parts(double work, double seconds):
+    """For tests: the work of the first part of a call, and the time of the others; returns what they were."""
+    global part_work, part_seconds
+    before = part_work, part_seconds
+    part_work, part_seconds = work, seconds
+    return before
+
+
+cdef Py_ssize_t first_part(Py_ssize_t n, double work) noexcept:
+    """How many of n are part_work of `work`."""
+    return n if work <= part_work else max(1, <Py_ssize_t>(n * (part_work / work)))
+
+
+cdef Py_ssize_t next_part(Py_ssize_t n, double seconds) noexcept:
+    """How many take part_seconds, if n took `seconds`."""
+    return <Py_ssize_t>min(1e18, max(1.0, n * min(16.0, part_seconds / max(seconds, 1e-9))))
+
+
+cdef int run(kda_task_fn *task, const void *job, Py_ssize_t items, int threads, double work) except -1:
+    """The task for each item. Items are run in parts if `work`, in state elements touched, is long; 0: never.
+
+    Raises what a signal's handler raises, when some items are done and others not begun.
+    """
+    cdef Py_ssize_t first = 0, part = max(first_part(items, work), <Py_ssize_t>threads)
+    while True:
+        part = min(part, items - first)
+        begun = _clock() if part < items else None
+        with nogil:
+            kda_parallel_for(task, job, first, part, threads)
+        first += part
+        if first >= items:
+            return 0
+        PyErr_CheckSignals()
+        part = max(next_part(part, _clock() - begun), <Py_ssize_t>threads)
 
 
 cdef Py_ssize_t rounded(Py_ssize_t floats) noexcept:
@@ -298,7 +405,9 @@ cdef int projections(_Buffers buffers, kda_job *job, int isa, o, q, k, v, g, bet
     return 0
 
 
-cdef int run_delta(_Buffers buffers, kda_job *job, int threads) except -1:
+cdef int run_delta(_Buffers buffers, kda_job *job, int threads, double work) except -1:
+    """All tokens, in parts if `work` is long; every sequence is at the same token then, and the states are those after
+    it. Raises what a signal's handler raises, with a note of how many tokens are done."""
     # several heads in turn, where there are enough for every thread and their tokens are more than a block
     job.group = 1
     if job.block > 1 and job.s_dtype == KDA_F32:
@@ -307,10 +416,34 @@ cdef int run_delta(_Buffers buffers, kda_job *job, int threads) except -1:
     threads = <int>max(1, min(<Py_ssize_t>threads, items))
     job.scratch_floats = rounded(kda_delta_scratch(job))
     job.scratch = buffers.scratch(threads, job.scratch_floats)
-    run(&kda_delta_item, job, items, threads)
-    if kda_history_is_shared(job):
-        kda_keep_shared_histories(job)
-    return 0
+    cdef Py_ssize_t tokens = longest(job, job.N, job.T), part = first_part(tokens, work)
+    if part >= tokens:
+        run(&kda_delta_item, job, items, threads, 0)
+        if kda_history_is_shared(job):
+            kda_keep_shared_histories(job)
+        return 0
+    while True:
+        job.end = part_end(job, job.start + part)
+        begun = _clock()
+        run(&kda_delta_item, job, items, threads, 0)
+        if job.end >= tokens:
+            return 0
+        try:
+            PyErr_CheckSignals()
+        except BaseException as error:
+            error.add_note(f"kda: stopped after the first {job.end} tokens of each sequence; "
+                           "out and state_out hold the results of these")
+            raise
+        part = next_part(job.end - job.start, _clock() - begun)
+        job.start, job.s_in = job.end, job.s_out
+
+
+cdef Py_ssize_t part_end(const kda_job *job, Py_ssize_t end) noexcept:
+    """The token nearest to `end`, but past job.start, before which a block ends in any case."""
+    end = job.start + max(end - job.start + job.block - 1, job.block) // job.block * job.block
+    if job.states.data != NULL and end // job.spacing * job.spacing > job.start:
+        return end // job.spacing * job.spacing  # from where blocks are counted anew
+    return end
 
 
 def delta(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
@@ -339,7 +472,8 @@ def delta(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
         if spacing < 1 or n * spacing < longest(&job, job.N, job.T) // spacing * spacing:
             raise ValueError("states: too few checkpoints")
     job.spacing = spacing
-    cdef int threads = threads_for(<long long>max(<Py_ssize_t>q.shape[0] * job.T, job.N) * job.HV * job.K * job.V)
+    cdef double work = <double>max(<Py_ssize_t>q.shape[0] * job.T, job.N) * job.HV * job.K * job.V
+    cdef int threads = threads_for(work)
     heads = job.N * job.HV
     if pending is not None:
         if chunked:
@@ -347,7 +481,7 @@ def delta(int isa, o, s_out, s_in, q, k, v, g, beta, A_log, dt_bias, cu_seqlens,
         job.pending = updates(buffers, pending, (job.N, job.HV, 2 * job.K + job.V))
     elif threads > 1 and heads < threads:  # columns of S are independent: let threads share a head
         job.splits = min((threads + heads - 1) // max(heads, 1), (job.V + 15) // 16)
-    run_delta(buffers, &job, threads)
+    run_delta(buffers, &job, threads, work)
 
 
 cdef float *updates(_Buffers buffers, x, tuple shape) except NULL:
@@ -359,8 +493,8 @@ cdef float *updates(_Buffers buffers, x, tuple shape) except NULL:
     return <float *>t.data
 
 
-def settle(int isa, s, pending):
-    """Make the updates that s [N,HV,K,V] lacks, in place; pending [N,HV,2K+V] is only read."""
+def settle(int isa, s, pending, copies=(), changes=()):
+    """Make the updates of pending [N,HV,2K+V] that s [N,HV,K,V] lacks, in place, and with their end commit's affair."""
     cdef _Buffers buffers = _Buffers()
     cdef kda_job job
     memset(&job, 0, sizeof(job))
@@ -368,7 +502,8 @@ def settle(int isa, s, pending):
     job.N, job.HV, job.K, job.V = s.shape
     state(buffers, &job.s_out, s, s.shape, True)
     job.pending = updates(buffers, pending, (job.N, job.HV, 2 * job.K + job.V))
-    run(&kda_settle_item, &job, job.N * job.HV, threads_for(job.N * job.HV * job.K * job.V))
+    run(&kda_settle_item, &job, job.N * job.HV, threads_for(<double>job.N * job.HV * job.K * job.V), 0)
+    make(copies, changes)
 
 
 cdef class Layer:
@@ -402,13 +537,16 @@ cdef class Layer:
             job.norm_eps, job.norm_activation = norm_eps, activation
         self.buffers = buffers
 
-    def run(self, states_in, states_out, cu_seqlens, bint chunked, pending=None, left=None):
+    def run(self, states_in, states_out, cu_seqlens, bint chunked, pending=None, left=None, changes=()):
         """For each sequence (S [HV,K,V] float32 or bfloat16 as uint16, histories float32 [(width - 1) * (2 * H * K +
         HV * V)]: taps by channels of q, then k, then v). In and out may be the same objects.
 
         pending, left: for each sequence None, or float32 [HV * (2 K + V)]: the updates that S lacks before the call;
         where those of the last token go, which S lacks after it (not with chunked, and not for an empty sequence).
         The two may be the same. Only with a float32 S.
+
+        changes: as commit's, made with the last kernel's end. All of it is one part: no signal comes between, whatever
+        its length.
         """
         cdef _Buffers buffers = _Buffers()
         cdef kda_job job = self.job
@@ -433,7 +571,8 @@ cdef class Layer:
             job.rows.left[n] = row_updates(&job, None if left is None else left[n])
             if job.rows.left[n] != NULL and (chunked or job.cu_seqlens[n] == job.cu_seqlens[n + 1]):
                 raise ValueError("no step, no update of it")
-        run_delta(buffers, &job, threads_for(<long long>max(job.T, job.N) * job.HV * job.K * job.V))
+        run_delta(buffers, &job, threads_for(<double>max(job.T, job.N) * job.HV * job.K * job.V), 0)
+        make((), changes)
 
 
 cdef int dtype_code(x) except -1:
@@ -530,11 +669,20 @@ def delta_backward(int isa, dq, dk, dv, dg, dbeta, da, ds_out, d_o, ds_in, s_in,
         raise ValueError("states: too few checkpoints")
     job.forward.scale, job.forward.lower_bound, job.forward.eps, job.forward.flags = scale, lower_bound, eps, flags
     job.forward.block, job.forward.spacing, job.forward.splits = KDA_BLOCK, spacing, 1
-    cdef int threads = threads_for(<long long>max(B * T, N) * HV * K * V * 4)
-    threads = <int>max(1, min(<Py_ssize_t>threads, N * HV))
+    cdef double work = <double>max(B * T, N) * HV * K * V * 4
+    cdef int threads = <int>max(1, min(<Py_ssize_t>threads_for(work), N * HV))
     job.forward.scratch_floats = rounded(kda_backward_scratch(&job.forward))
     job.forward.scratch = buffers.scratch(threads, job.forward.scratch_floats)
-    run(&kda_backward_item, &job, N * HV, threads)
+    job.end = max((longest(&job.forward, N, T) + spacing - 1) // spacing, 1)
+    cdef Py_ssize_t part = first_part(job.end, work)
+    while True:
+        job.start = max(job.end - part, 0)
+        begun = _clock()
+        run(&kda_backward_item, &job, N * HV, threads, 0)
+        if job.start == 0:
+            return
+        PyErr_CheckSignals()
+        part, job.end = next_part(job.end - job.start, _clock() - begun), job.start
 
 
 cdef int result(_Buffers buffers, kda_tensor *t, x, tuple shape, int inner) except -1:
@@ -560,7 +708,8 @@ def gate(int isa, y, g, A_log, dt_bias, double lower_bound, int flags):
     job.dt_bias = buffers.optional(dt_bias, HV * K)
     job.N, job.T, job.H, job.HV, job.K, job.V = B, T, HV, HV, K, 1
     job.lower_bound, job.flags = lower_bound, flags
-    run(&kda_gate_item, &job, B * T, threads_for(8 * B * T * HV * K))
+    cdef double work = 8.0 * B * T * HV * K
+    run(&kda_gate_item, &job, B * T, threads_for(work), work)
 
 
 def l2norm(int isa, y, x, double eps):
@@ -575,10 +724,11 @@ def l2norm(int isa, y, x, double eps):
     buffers.tensor(&job.o, y, (B, T, H, K), 1, True)
     job.N, job.T, job.H, job.HV, job.K, job.V = B, T, H, H, K, 1
     job.eps = eps
-    cdef int threads = threads_for(B * T * H * K)
+    cdef double work = <double>B * T * H * K
+    cdef int threads = threads_for(work)
     job.scratch_floats = rounded(K)
     job.scratch = buffers.scratch(threads, job.scratch_floats)
-    run(&kda_l2norm_item, &job, B * T, threads)
+    run(&kda_l2norm_item, &job, B * T, threads, work)
 
 
 def norm_gated(int isa, y, x, gate, weight, double eps, int activation):
@@ -594,10 +744,11 @@ def norm_gated(int isa, y, x, gate, weight, double eps, int activation):
     buffers.tensor(&job.y, y, (B, T, H, n), 1, True)
     job.weight = buffers.floats(weight, n)
     job.T, job.H, job.n, job.eps, job.activation = T, H, n, eps, activation
-    cdef int threads = threads_for(4 * B * T * H * n)
+    cdef double work = 4.0 * B * T * H * n
+    cdef int threads = threads_for(work)
     job.scratch_floats = rounded(3 * n)
     job.scratch = buffers.scratch(threads, job.scratch_floats)
-    run(&kda_norm_item, &job, B * T, threads)
+    run(&kda_norm_item, &job, B * T, threads, work)
 
 
 cdef float *conv_state(_Buffers buffers, x, tuple shape, bint writable,
@@ -612,8 +763,11 @@ cdef float *conv_state(_Buffers buffers, x, tuple shape, bint writable,
     return <float *>t.data
 
 
-def conv(int isa, y, s_out, x, s_in, taps, bias, cu_seqlens, int activation):
-    """y [B,T,D] from x; taps [width * D], tap by tap; states [N,D,width-1] or None, in any strides."""
+def conv(int isa, y, s_out, x, s_in, taps, bias, cu_seqlens, int activation, copies=()):
+    """y [B,T,D] from x; taps [width * D], tap by tap; states [N,D,width-1] or None, in any strides.
+
+    copies: as commit's, made with the last kernel's end.
+    """
     cdef _Buffers buffers = _Buffers()
     cdef kda_conv_job job
     cdef Py_ssize_t B, T, D, N
@@ -633,14 +787,31 @@ def conv(int isa, y, s_out, x, s_in, taps, bias, cu_seqlens, int activation):
     job.state_out = conv_state(buffers, s_out, shape, True, &job.out_batch, &job.out_channel, &job.out_tap)
     job.state_in = conv_state(buffers, s_in, shape, False, &job.in_batch, &job.in_channel, &job.in_tap)
     cdef Py_ssize_t items = kda_conv_items(&job)
-    cdef int threads = <int>max(1, min(<Py_ssize_t>threads_for(8 * B * T * D), items))
+    cdef double work = 8.0 * B * T * D
+    cdef int threads = <int>max(1, min(<Py_ssize_t>threads_for(work), items))
     job.scratch_floats = rounded(kda_conv_scratch(&job))
     job.scratch = buffers.scratch(threads, job.scratch_floats)
-    run(&kda_conv_item, &job, items, threads)
+    if items >= 16 * threads:
+        run(&kda_conv_item, &job, items, threads, work)
+        make(copies, ())
+        return
+    cdef Py_ssize_t part = first_part(T, work)
+    while True:  # few items of many tokens
+        job.end = min(job.start + part, T)
+        begun = _clock()
+        run(&kda_conv_item, &job, items, threads, 0)
+        if job.end >= T:
+            make(copies, ())
+            return
+        PyErr_CheckSignals()
+        part, job.start = next_part(job.end - job.start, _clock() - begun), job.end
 
 
-def conv_step(int isa, y, state, x, weight, bias, int activation):
-    """y [B,D] from x, state [B,D,width-1] contiguous, in place; weight [D * width], channel by channel."""
+def conv_step(int isa, y, state, x, weight, bias, int activation, copies=()):
+    """y [B,D] from x, state [B,D,width-1] contiguous, in place; weight [D * width], channel by channel.
+
+    copies: as conv's.
+    """
     cdef _Buffers buffers = _Buffers()
     cdef kda_conv_job job
     cdef kda_tensor t
@@ -661,10 +832,11 @@ def conv_step(int isa, y, state, x, weight, bias, int activation):
     job.bias = buffers.optional(bias, D)
     job.N, job.T, job.D, job.activation = B, 1, D, activation
     cdef Py_ssize_t items = kda_conv_items(&job)
-    cdef int threads = <int>max(1, min(<Py_ssize_t>threads_for(8 * B * D), items))
+    cdef int threads = <int>max(1, min(<Py_ssize_t>threads_for(8.0 * B * D), items))
     job.scratch_floats = 2 * KDA_CONV_CHANNELS
     job.scratch = buffers.scratch(threads, job.scratch_floats)
-    run(&kda_conv_step_item, &job, items, threads)
+    run(&kda_conv_step_item, &job, items, threads, 0)
+    make(copies, ())
 
 
 # ---- group-quantised matrices ----
@@ -713,8 +885,9 @@ def matrix_pack(int isa, codes, scales, canonical_codes, canonical_scales, Py_ss
     job.codes, job.scales = <unsigned char *>c.buf, <unsigned short *>s.buf
     job.ld_codes, job.ld_scales = c.strides[0], s.strides[0] // 2
     cdef Py_ssize_t tiles = kda_matrix_tiles(&job.m)
-    cdef int threads = <int>min(<Py_ssize_t>threads_for(job.m.N * K), tiles)
-    run(&kda_unpack_item if unpack else &kda_pack_item, &job, tiles, threads)
+    cdef double work = <double>job.m.N * K
+    cdef int threads = <int>min(<Py_ssize_t>threads_for(work), tiles)
+    run(&kda_unpack_item if unpack else &kda_pack_item, &job, tiles, threads, work)
 
 
 def matrix_encode(int isa, codes, scales, bad, w, Py_ssize_t group, int bits):
@@ -731,10 +904,11 @@ def matrix_encode(int isa, codes, scales, bad, w, Py_ssize_t group, int bits):
     if view.ndim != 1 or view.itemsize != 8 or view.shape[0] != tiles or view.strides[0] != 8:
         raise ValueError("bad status array")
     job.bad = <int64_t *>view.buf
-    cdef int threads = <int>min(<Py_ssize_t>threads_for(4 * N * K), tiles)
+    cdef double work = 4.0 * N * K
+    cdef int threads = <int>min(<Py_ssize_t>threads_for(work), tiles)
     job.scratch_floats = rounded(kda_encode_scratch(&job.m))
     job.scratch = buffers.scratch(threads, job.scratch_floats)
-    run(&kda_encode_item, &job, tiles, threads)
+    run(&kda_encode_item, &job, tiles, threads, work)
 
 
 cdef class Matrix:
@@ -758,19 +932,29 @@ cdef class Matrix:
         buffers.tensor(&t, y, (T, N), 1, True)
         if t.dtype != KDA_F32:
             raise ValueError("y is float32")
-        job.y, job.ld_y, job.T = <float *>t.data, t.batch, T
+        job.ld_y = t.batch
         padded = job.m.groups * job.m.group
-        cdef int threads = threads_for(T * N * K // 8)
+        cdef double work = <double>min(T, TOKENS) * N * K / 8
+        cdef int threads = threads_for(work)
         job.scratch_floats = rounded(kda_idot_scratch(&job.m))
-        # the activations of all tokens lie behind the threads' scratch: codes, scales, sums
-        cdef Py_ssize_t floats = rounded(T * padded // 4 + 2 * T * job.m.groups)
+        # the activations of the tokens lie behind the threads' scratch: codes, scales, sums
+        cdef Py_ssize_t most = min(T, TOKENS), floats = rounded(most * padded // 4 + 2 * most * job.m.groups)
         job.scratch = buffers.scratch(1, threads * job.scratch_floats + floats)
         job.x_scales = job.scratch + threads * job.scratch_floats
-        job.x_sums = <int *>(job.x_scales + T * job.m.groups)
-        job.x_codes = <signed char *>(job.x_sums + T * job.m.groups)
-        cdef Py_ssize_t blocks = kda_idot_blocks(&job), chunks = kda_idot_chunks(&job)
-        run(&kda_idot_quantize_item, &job, blocks, <int>min(<Py_ssize_t>threads_for(T * K // 4), max(blocks, 1)))
-        run(&kda_idot_item, &job, chunks, <int>min(<Py_ssize_t>threads, chunks))
+        job.x_sums = <int *>(job.x_scales + most * job.m.groups)
+        job.x_codes = <signed char *>(job.x_sums + most * job.m.groups)
+        cdef Py_ssize_t start, blocks, chunks = kda_idot_chunks(&job)
+        cdef char *x_data = <char *>job.x.data
+        cdef Py_ssize_t x_step = job.x.batch * (4 if job.x.dtype == KDA_F32 else 2)
+        for start in range(0, T, TOKENS):
+            if start:
+                PyErr_CheckSignals()
+            job.T = min(T - start, TOKENS)
+            job.x.data, job.y = x_data + start * x_step, <float *>t.data + start * job.ld_y
+            blocks = kda_idot_blocks(&job)
+            run(&kda_idot_quantize_item, &job, blocks,
+                <int>min(<Py_ssize_t>threads_for(job.T * K / 4), max(blocks, 1)), job.T * K / 4)
+            run(&kda_idot_item, &job, chunks, <int>min(<Py_ssize_t>threads, chunks), work)
 
 
 # ---- dense matrices ----
@@ -806,10 +990,11 @@ def dense_pack(int isa, packed, w, Py_ssize_t N, Py_ssize_t first):
     buffers.tensor(&job.w, w, (n, K), 1, False)
     job.first, job.rows = first, n
     cdef Py_ssize_t items = kda_dense_panels(&job)
-    cdef int threads = <int>max(1, min(<Py_ssize_t>threads_for(n * K), items))
+    cdef double work = <double>n * K
+    cdef int threads = <int>max(1, min(<Py_ssize_t>threads_for(work), items))
     job.scratch_floats = rounded(K)
     job.scratch = buffers.scratch(threads, job.scratch_floats)
-    run(&kda_dense_pack_item, &job, items, threads)
+    run(&kda_dense_pack_item, &job, items, threads, work)
 
 
 cdef class Dense:
@@ -836,7 +1021,8 @@ cdef class Dense:
             return
         job.x, job.ld_x, job.y, job.ld_y, job.T = <float *>t_x.data, t_x.batch, <float *>t_y.data, t_y.batch, T
         cdef Py_ssize_t items = kda_dense_chunks(&job)
-        run(&kda_dense_item, &job, items, <int>max(1, min(<Py_ssize_t>threads_for(T * job.N * job.K // 2), items)))
+        cdef double work = <double>T * job.N * job.K / 2
+        run(&kda_dense_item, &job, items, <int>max(1, min(<Py_ssize_t>threads_for(work), items)), work)
 
 
 # ---- ceilings ----
@@ -889,7 +1075,7 @@ cdef int passes_over(kda_task_fn *task, int isa, s, Py_ssize_t passes) except -1
     job.isa, job.s, job.n = kernels_of(isa), <float *>t.data, s.shape[0]
     cdef int threads = threads_for(job.n * passes)
     job.items, job.passes = threads if passes > 1 else 32 * threads, passes
-    run(task, &job, job.items, threads)
+    run(task, &job, job.items, threads, 0)
     return 0
 
 
@@ -897,7 +1083,7 @@ cdef int on_every_thread(kda_task_fn *task, int isa, Py_ssize_t rounds) except -
     cdef probe_job job
     job.isa, job.n = kernels_of(isa), rounds
     cdef int threads = threads_for(1 << 60)
-    run(task, &job, threads, threads)
+    run(task, &job, threads, threads, 0)
     return threads
 
 

@@ -68,7 +68,7 @@ cdef extern from "threads.h" nogil:
     ctypedef void kda_task_fn(const void *, Py_ssize_t, int) noexcept nogil
     enum:
         KDA_MAX_THREADS
-    void kda_parallel_for(kda_task_fn *, const void *, Py_ssize_t, int) noexcept
+    void kda_parallel_for(kda_task_fn *, const void *, Py_ssize_t, Py_ssize_t, int) noexcept
     void kda_set_thread_limit(int n) noexcept
     int kda_thread_limit() noexcept
     const char *kda_threading() noexcept
@@ -131,6 +131,8 @@ cdef extern from "jobs.h" nogil:
         Py_ssize_t HV
         Py_ssize_t K
         Py_ssize_t V
+        Py_ssize_t start "from"
+        Py_ssize_t end "to"
         Py_ssize_t block
         Py_ssize_t spacing
         Py_ssize_t group
@@ -170,6 +172,8 @@ cdef extern from "jobs.h" nogil:
         kda_tensor dbeta
         kda_tensor da
         kda_tensor ds_out
+        Py_ssize_t start "from"
+        Py_ssize_t end "to"
 
     Py_ssize_t kda_backward_scratch(const kda_job *) noexcept
     void kda_backward_item(const void *, Py_ssize_t, int) noexcept
@@ -208,6 +212,8 @@ cdef extern from "jobs.h" nogil:
         Py_ssize_t N
         Py_ssize_t T
         Py_ssize_t D
+        Py_ssize_t start "from"
+        Py_ssize_t end "to"
         int width
         int activation
         float *scratch

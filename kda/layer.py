@@ -143,6 +143,10 @@ class KDALayer:
 
         Raises TypeError for other dtypes; ValueError for shapes, lengths or a state of another model; RuntimeError
         where another call uses one of the states. The states are unchanged then.
+
+        What a signal's handler raises (KeyboardInterrupt for Ctrl-C), or a MemoryError, ends the call within or between
+        two passes of up to 128 tokens. The outputs are lost; the passes done are done, and each row's state is that
+        after `position` tokens.
         """
         if isinstance(state, KDAState):
             states: tuple[KDAState, ...] = (state,)
@@ -258,17 +262,17 @@ class KDALayer:
             for piece in pieces:
                 if piece.begins is not None:
                     piece.row.begin(*piece.begins)
-            targets = [piece.row.target_slot() for piece in pieces]
-            sources = [piece.row.source for piece in pieces]
-            pending = [piece.row.pending(self._row) for piece in pieces]
-            left = [piece.row.room(slot) if piece.row.leaves and not piece.chunked else None
-                    for piece, slot in zip(pieces, targets, strict=True)]
-            views.fused.run(sources, [piece.row.pairs[slot] for piece, slot in zip(pieces, targets, strict=True)], cu,
-                            first.chunked, pending, left)
-            for piece, slot, start, room in zip(pieces, targets, cu.tolist(), left, strict=False):
-                if piece.call is not None:
-                    piece.call.parts += (self._kept(views, start, start + piece.tokens),)
-                piece.row.advance(slot, piece.tokens, piece.call, None if room is None else self._row)
+            sources, targets, pending, left, changes = [], [], [], [], []
+            for piece, start in zip(pieces, cu.tolist(), strict=False):
+                row, slot = piece.row, piece.row.target_slot()
+                leaves = row.leaves and not piece.chunked
+                sources.append(row.source)
+                targets.append(row.pairs[slot])
+                pending.append(row.pending(self._row))
+                left.append(row.room(slot) if leaves else None)
+                part = None if piece.call is None else self._kept(views, start, start + piece.tokens)
+                changes += row.after(slot, piece.tokens, self._row if leaves else None, piece.call, part)
+            views.fused.run(sources, targets, cu, first.chunked, pending, left, changes)
             self._out.into(results, views.o_rows)
             if not whole:
                 for piece, start in zip(pieces, cu.tolist(), strict=False):
@@ -290,13 +294,13 @@ class KDALayer:
             if row.window:
                 row.begin(0, T, True)
                 slot = row.target_slot()
-            chunked = self.recurrent_max < T
-            left = row.room(slot) if row.leaves and not chunked else None
-            views.fused.run((row.pairs[row.slot],), (row.pairs[slot],), views.cu, chunked, (row.pending(self._row),),
-                            (left,))
-            row.advance(slot, T, Call(self._replay, 0, (self._kept(views, 0, T),)) if row.window else None,
-                        None if left is None else self._row)
             y = np.empty((1, T, hidden), np.float32)
+            chunked = self.recurrent_max < T
+            pending = row.pending(self._row)  # which may settle, and change what `after` starts from
+            left, isa = (row.room(slot), self._row) if row.leaves and not chunked else (None, None)
+            changes = (row.after(slot, T, isa, Call(self._replay, 0), self._kept(views, 0, T)) if row.window else
+                       row.after(slot, T, isa))
+            views.fused.run((row.pairs[row.slot],), (row.pairs[slot],), views.cu, chunked, (pending,), (left,), changes)
             self._out.into(y[0], views.o_rows)
         finally:
             scratch.give_back()

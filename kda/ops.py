@@ -175,7 +175,7 @@ def _eps(eps: float) -> float:
 
 
 def _sequences(cu_seqlens: Any, B: int, T: int) -> NDArray[np.int64]:
-    cu = _array("cu_seqlens", cu_seqlens)
+    cu = np.array(_array("cu_seqlens", cu_seqlens))  # a copy: what is checked must still be so when the core reads it
     if cu.dtype.kind not in "iu":
         raise TypeError(f"cu_seqlens: expected integers, got {_described(cu)}")
     if cu.ndim != 1 or cu.size < 1:
@@ -282,7 +282,11 @@ def fused_recurrent_kda(
     Raises
     ------
     TypeError for float64 or integer arrays, or a scale or lower_bound that is no number; ValueError for shapes,
-    cu_seqlens or options that do not fit together. Nothing has been written then.
+    cu_seqlens or options that do not fit together; MemoryError. Nothing has been written then.
+
+    Signals are handled between two tokens of a long call. What a handler raises (KeyboardInterrupt for Ctrl-C) ends
+    the call there: a note on the exception says after how many tokens n of every sequence, and out and state_out, if
+    given, hold the results of just these.
     """
     o, final, _ = _delta(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
@@ -302,13 +306,13 @@ def no_updates(state: NDArray[np.float32]) -> NDArray[np.float32]:
         raise _shape_error("state", state, ["N", "HV", "K", "V"])
     N, HV, K, V = state.shape
     pending = aligned_empty((N, HV, 2 * K + V))
-    _forget(pending, K)
+    _core.commit(_none(pending, K), ())
     return pending
 
 
-def _forget(pending: Array, K: int) -> None:
-    pending[..., :K] = 1
-    pending[..., K:] = 0
+def _none(pending: Array, K: int) -> list[tuple[Array, int]]:
+    """What commit copies to leave no updates."""
+    return [(pending[..., :K], 1), (pending[..., K:], 0)]
 
 
 def settle(state: NDArray[np.float32], pending: NDArray[np.float32], *, isa: str | None = None) -> None:
@@ -326,8 +330,7 @@ def settle(state: NDArray[np.float32], pending: NDArray[np.float32], *, isa: str
     s = _output("state", state, (N, HV, K, V), _F32, {}, inner=2)
     updates = _output("pending", pending, (N, HV, 2 * K + V), _F32, {"state": state}, inner=3)
     if s.size:
-        _core.settle(row, s, updates)
-        _forget(updates, K)
+        _core.settle(row, s, updates, _none(updates, K))
 
 
 def chunk_kda(
@@ -472,6 +475,7 @@ def _delta(
 ) -> tuple[Array, NDArray[np.float32] | None, NDArray[np.float32] | None]:
     """The two forms of the delta rule: token by token (chunk_size None) or in blocks."""
     row = isa_index(isa)
+    given = cu_seqlens if isinstance(cu_seqlens, np.ndarray) else None
     q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, N, flags, lower_bound = _delta_arguments(
         q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, lower_bound, state_v_first, cu_seqlens)
@@ -482,7 +486,7 @@ def _delta(
     state_shape = (N, HV, K, V)
 
     inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias,
-              "cu_seqlens": cu_seqlens}
+              "cu_seqlens": given}
     if state_out is None:
         final = aligned_empty(state_shape)
     else:
@@ -814,7 +818,8 @@ def causal_conv1d(
 
     Raises
     ------
-    TypeError for float64 or integer arrays; ValueError for shapes, activation or cu_seqlens that do not fit.
+    TypeError for float64 or integer arrays; ValueError for shapes, activation or cu_seqlens that do not fit. Ctrl-C
+    ends a long call; then only part of `out` is written.
     """
     row = isa_index(isa)
     x = _input("x", x)
@@ -825,7 +830,7 @@ def causal_conv1d(
     W = w.shape[1]
     act = _activation(activation, ("silu", "swish", None))
     bias = _floats("bias", bias, D, "D: one per channel")
-    N = B
+    N, given = B, cu_seqlens if isinstance(cu_seqlens, np.ndarray) else None
     if cu_seqlens is not None:
         cu_seqlens = _sequences(cu_seqlens, B, T)
         N = cu_seqlens.size - 1
@@ -838,7 +843,7 @@ def causal_conv1d(
         if initial_state.dtype is not _F32 or not initial_state.flags.aligned:
             initial_state = _packed(initial_state, _F32)
     y = _result("out", out, x, {"x": x, "weight": w, "bias": bias, "initial_state": initial_state,
-                                 "cu_seqlens": cu_seqlens})
+                                 "cu_seqlens": given})
     final = np.empty((N, D, W - 1), np.float32) if output_final_state else None
     _core.conv(row, y, final, x, initial_state, np.ascontiguousarray(w.T).reshape(-1), bias, cu_seqlens, act)
     return _returned(out, y), final
@@ -900,16 +905,15 @@ def causal_conv1d_update(
         if other is not None and np.may_share_memory(state, other) and np.shares_memory(state, other):
             raise ValueError(f"state: overlaps {name}; pass a separate array")
     y = _result("out", out, x, {"x": x, "state": state, "weight": w, "bias": bias})
-    oldest = None
+    oldest: tuple[tuple[Array, Array], ...] = ()
     if wide:
-        oldest = state[:, :, 1].copy() if W > 1 else x.view(_BF16) if x.dtype == _U16 else x
+        taken = state[:, :, 1] if W > 1 else x.view(_BF16) if x.dtype == _U16 else x
+        oldest = ((state[:, :, 0], taken.astype(np.float32)),)
     if past.flags.c_contiguous:
-        _core.conv_step(row, y, past, x, w.reshape(-1), bias, act)
+        _core.conv_step(row, y, past, x, w.reshape(-1), bias, act, oldest)
     else:
         _core.conv(row, y[:, None], past, x[:, None], past, np.ascontiguousarray(w.T).reshape(-1), bias,
-                   None, act)
-    if oldest is not None:
-        state[:, :, 0] = oldest
+                   None, act, oldest)
     return _returned(out, y)
 
 
@@ -938,7 +942,8 @@ def rms_norm_gated(
 
     Raises
     ------
-    TypeError for float64 or integer arrays; ValueError for shapes or options that do not fit.
+    TypeError for float64 or integer arrays; ValueError for shapes or options that do not fit. Ctrl-C ends a long call;
+    then only part of `out` is written.
     """
     row = isa_index(isa)
     x, gate = _input("x", x), _input("gate", gate)
@@ -959,7 +964,7 @@ def rms_norm_gated(
 
 
 def _four(x: Array) -> Array:
-    """[..., n] as [B, T, H, n], without a copy up to four axes."""
+    """[..., n] as [B, T, H, n], without a copy up to four axes. Threads share B and T: H is missing first."""
     if x.ndim > 4:
         return x.reshape(1, -1, x.shape[-2], x.shape[-1])
-    return x[(None,) * (4 - x.ndim)]
+    return x[((None, None, None), (None, slice(None), None), (slice(None), slice(None), None), ())[x.ndim - 1]]

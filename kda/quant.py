@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kda import _core
+from kda.files import Safetensors, replacing, safetensors_header
 from kda.ops import (
     _BF16,
     _F16,
@@ -32,7 +31,6 @@ _BITS = (8, 4)
 _GROUPS = (32, 64, 128)
 _FORMAT = "kda-quantized-matrix"  # in the metadata of saved files
 _CHUNK = 1 << 23  # bytes of canonical codes made, read or written at a time: two or three such parts are in memory
-_TOKENS = 1024  # tokens multiplied in one call of the core: bounds what the quantised activations take
 
 
 class QuantizedMatrix:
@@ -228,7 +226,8 @@ class QuantizedMatrix:
 
         out : float32 C-contiguous [..., N] to write into (x float32); it is returned.
 
-        Raises TypeError for float64 or integers; ValueError for shapes, or an `out` that cannot be written.
+        Raises TypeError for float64 or integers; ValueError for shapes, or an `out` that cannot be written. Ctrl-C ends
+        a long call; then only part of `out` is written.
         """
         N, K = self.shape
         x = _input("x", x)
@@ -241,9 +240,7 @@ class QuantizedMatrix:
             if x.dtype != _F32:
                 raise TypeError(f"out: is float32 and needs float32 x, got {x.dtype if x.dtype != _U16 else _BF16}")
             y = _output("out", out, shape, _F32, {"x": x}, inner=len(shape))
-        rows, results = x.reshape(-1, K), y.reshape(-1, N)
-        for t in range(0, len(rows), _TOKENS):
-            self.into(results[t:t + _TOKENS], rows[t:t + _TOKENS])
+        self.into(y.reshape(-1, N), x.reshape(-1, K))
         if out is not None:
             return out
         return y if x.dtype == _F32 else y.astype(_BF16 if x.dtype == _U16 else _F16)
@@ -291,7 +288,11 @@ class QuantizedMatrix:
     # ---- keeping ----
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the canonical form as safetensors, some 16 MiB at a time: a file written on one ISA loads on any."""
+        """Write the canonical form as safetensors, some 16 MiB at a time: a file written on one ISA loads on any.
+
+        The file is written beside `path` and renamed onto it: a crash leaves the old file or the new one. Raises
+        OSError where it cannot be written; the old file is untouched then.
+        """
         N, (_, row_bytes, groups) = self.shape[0], self._sizes()
         header = safetensors_header(
             {"format": _FORMAT, "version": "1", "shape": f"{N},{self.shape[1]}", "bits": str(self.bits),
@@ -299,7 +300,7 @@ class QuantizedMatrix:
             {"codes": ("I8" if self.bits == 8 else "U8", (N, row_bytes), N * row_bytes),
              "scales": ("F16", (N, groups), 2 * N * groups)})
         start, codes_end = len(header), N * row_bytes
-        with open(path, "wb") as file:
+        with replacing(path) as file:
             file.write(header)
             for first, last in self._chunks():  # safetensors' own writer wants all of it in memory
                 codes, scales = self._canonical(first, last)
@@ -310,49 +311,33 @@ class QuantizedMatrix:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, isa: str | None = None) -> QuantizedMatrix:
-        """Read what `save` wrote, some 16 MiB at a time. Raises ValueError for a file of another kind, version or
-        shape."""
-        from safetensors import SafetensorError, safe_open
+        """Read what `save` wrote, some 16 MiB at a time. Raises OSError, and ValueError for a file of another kind,
+        version or shape, or that is cut short, also meanwhile."""
+        from safetensors import SafetensorError
 
         isa_index(isa)
         try:
-            with safe_open(path, framework="numpy") as file:
-                about = file.metadata() or {}
-                ours = about.get("format") == _FORMAT and about.get("version") == "1"
-                shapes = [file.get_slice(name).get_shape() for name in ("codes", "scales")] if ours else []
-            if ours:
-                N, K = (int(n) for n in about["shape"].split(","))
-                bits, group_size = int(about["bits"]), int(about["group_size"])
-                _check_form(bits, group_size)
-                groups = -(-K // group_size)
-                expected = [[N, groups * group_size * bits // 8], [N, groups]]
-                if N < 1 or K < 1 or shapes != expected:
-                    raise ValueError(f"codes, scales: expected {expected} for shape {(N, K)}, got {shapes}")
+            with Safetensors(path) as file:
+                about = file.metadata
+                if about.get("format") == _FORMAT and about.get("version") == "1":
+                    N, K = (int(n) for n in about["shape"].split(","))
+                    bits, group_size = int(about["bits"]), int(about["group_size"])
+                    _check_form(bits, group_size)
+                    groups = -(-K // group_size)
+                    shapes = [file.about(name)[1] for name in ("codes", "scales")]
+                    expected = [[N, groups * group_size * bits // 8], [N, groups]]
+                    if N < 1 or K < 1 or shapes != expected:
+                        raise ValueError(f"codes, scales: expected {expected} for shape {(N, K)}, got {shapes}")
 
-                def rows(first: int, last: int) -> tuple[Array, Array]:
-                    # Opened for each chunk: pages of a mapping that were read count as memory until it is closed.
-                    with safe_open(path, framework="numpy") as file:
-                        codes, scales = (file.get_slice(name)[first:last] for name in ("codes", "scales"))
-                    _check_canonical(codes, scales, (last - first, K), bits, group_size)
-                    return codes, scales
+                    def rows(first: int, last: int) -> tuple[Array, Array]:
+                        codes, scales = (file.read(name, first, last) for name in ("codes", "scales"))
+                        _check_canonical(codes, scales, (last - first, K), bits, group_size)
+                        return codes, scales
 
-                return cls._packed((N, K), bits, group_size, isa, rows)
+                    return cls._packed((N, K), bits, group_size, isa, rows)
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: is not a complete {_FORMAT} file: {error}") from error
         raise ValueError(f"{path}: expected a {_FORMAT} file of version 1, got {about or 'no metadata'}")
-
-
-def safetensors_header(metadata: Mapping[str, str], tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> bytes:
-    """What a safetensors file begins with, for {name: (dtype, shape, bytes)} whose data follow in that order. The
-    library's own writer wants all data in memory, and gives metadata no order."""
-    table: dict[str, Any] = {"__metadata__": dict(metadata)}
-    at = 0
-    for name, (dtype, shape, nbytes) in tensors.items():
-        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
-        at += nbytes
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _check_canonical(codes: Array, scales: Array, shape: tuple[int, int], bits: int, group_size: int) -> None:

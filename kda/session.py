@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import mmap
 import os
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kda import _core
 from kda.config import KDAConfig
+from kda.files import replacing, safetensors_header
 from kda.ops import Array
-from kda.quant import safetensors_header
 from kda.state import MOST_POSITION, KDAState, exclusive
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _FORMAT, _VERSION = "kda-session", "1"
 _LAYOUT = "recurrent B,HV,K,V; conv B,D,W-1 oldest first"
@@ -104,12 +99,14 @@ class Session:
     def reset(self) -> None:
         """Back to zeros and position 0."""
         with exclusive(*self.layers):
-            for layer in self.layers:
-                layer.clear()
+            parts = [layer.cleared() for layer in self.layers]
+            _core.commit([copy for copies, _ in parts for copy in copies],
+                         [change for _, changes in parts for change in changes])
 
     def rollback(self, n: int | Sequence[int] | NDArray[np.integer[Any]]) -> None:
         """Drop the last n tokens of every row, or n[b] of row b, in every layer; see KDAState.rollback. Raises
-        ValueError for more than can be dropped, and leaves all layers as they are."""
+        ValueError for more than can be dropped, and leaves all layers as they are. A MemoryError or a signal on the way
+        may leave layers at different positions."""
         with exclusive(*self.layers):
             counts = [layer.checked_rollback(n, f"layer {i}, ") for i, layer in enumerate(self.layers)]
             for layer, each in zip(self.layers, counts, strict=True):
@@ -125,62 +122,45 @@ class Session:
         be written (the old file is untouched), RuntimeError between two layers of a forward pass.
         """
         import hashlib
-        import secrets
-        import shutil
-        from pathlib import Path
 
-        path = Path(os.path.realpath(Path(path)))
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         with exclusive(*self.layers):
             arrays = {name: array for i, layer in enumerate(self.layers) for name, array in _tensors(i, layer).items()}
             head = _header(self, self.positions.tolist())
             digest = hashlib.sha256()
-            beside = path.with_name(f".{path.name[:40]}.{os.getpid()}-{secrets.token_hex(4)}.part")
-            try:
-                with open(beside, "xb") as file:
-                    with contextlib.suppress(FileNotFoundError):
-                        shutil.copymode(path, beside)
-                    digest.update(head)
-                    file.write(head)
-                    for array in arrays.values():
-                        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-                        digest.update(data)
-                        file.write(data)
-                    file.seek(head.index(_BLANK))
-                    file.write(digest.hexdigest().encode())
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(beside, path)
-            except BaseException:
-                beside.unlink(missing_ok=True)
-                raise
-        _sync_directory(path.parent)
+            with replacing(path) as file:
+                digest.update(head)
+                file.write(head)
+                for array in arrays.values():
+                    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+                    digest.update(data)
+                    file.write(data)
+                file.seek(head.index(_BLANK))
+                file.write(digest.hexdigest().encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], config: KDAConfig, rollback_window: int = 0) -> Session:
         """A session as `save` left it; it goes on bit for bit as that one did. rollback_window: for what comes.
 
-        The file is mapped into memory, checked whole, and copied into the new session. Raises FileNotFoundError, and
-        ValueError with the reason for a file that is truncated, longer, altered in any byte, or of another format
-        version, model, gate, shape, layout or dtype.
+        The file is read once, into the new session, and checked whole. Raises FileNotFoundError, and ValueError with
+        the reason for a file that is truncated, longer, altered in any byte, or of another format version, model, gate,
+        shape, layout or dtype.
         """
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < 8:
                 raise ValueError(f"{path}: is no saved session: {size} bytes")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return cls._read(data, size, config, rollback_window, _refuser(path))
+            return cls._read(file, size, config, rollback_window, _refuser(path))
 
     @classmethod
-    def _read(cls, data: mmap.mmap, size: int, config: KDAConfig, rollback_window: int,
+    def _read(cls, file: BinaryIO, size: int, config: KDAConfig, rollback_window: int,
               refuse: Callable[[str], ValueError]) -> Session:
         import hashlib
 
-        length = int.from_bytes(data[:8], "little")
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
         if length > min(size - 8, _MOST_HEADER):
             raise refuse(f"its header has {length} bytes, the file {size}: truncated, or no safetensors")
-        head = data[:8 + length]
+        head = start + file.read(length)
         try:
             about = json.loads(head[8:])["__metadata__"]
             kind = about["format"]
@@ -211,13 +191,13 @@ class Session:
         if head.replace(str(digest).encode(errors="replace"), _BLANK, 1) != expected:
             raise refuse("its header was altered: tensors, shapes or metadata are not those of such a session")
         whole = hashlib.sha256(expected)
-        at = 8 + length
         for i, layer in enumerate(session.layers):
             for array in _tensors(i, layer).values():
-                part = data[at:at + array.nbytes]  # one tensor at a time, from the map
+                part = file.read(array.nbytes)  # one tensor at a time
+                if len(part) != array.nbytes:
+                    raise refuse("it became shorter while it was read")
                 whole.update(part)
                 array[...] = np.frombuffer(part, array.dtype).reshape(array.shape)
-                at += array.nbytes
             for row, position in zip(layer.rows, positions, strict=True):
                 row.position = position
         if whole.hexdigest() != digest:
@@ -269,17 +249,3 @@ def _size(config: KDAConfig, batch: int, state_dtype: str) -> int:
     recurrent = HV * K * V * (4 if state_dtype == "float32" else 2)
     histories = (config.conv_size - 1) * (2 * config.num_heads * K + HV * V) * 4
     return batch * len(config.kda_layers) * (recurrent + histories)
-
-
-def _sync_directory(folder: Path) -> None:
-    """The rename itself on disk, where the system can do that."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # Windows
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)

@@ -10,12 +10,10 @@ nobody sees that: S is settled before it is shown, and once it has been shown wr
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -30,6 +28,7 @@ PASS = 128  # tokens of a row between two roundings of a bfloat16 S, counted fro
 MOST_POSITION = 1 << 53  # of a state taken over from elsewhere: far from what int64 holds, however many tokens follow
 STATE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
+Change = tuple[object, str, object]  # of an object, the attribute, its new value: made by the core, uninterrupted
 Pair = tuple[Array, Array]  # S [HV, K, V] and histories [(W - 1) * (2 H K + HV V)], as the core takes them
 
 
@@ -83,13 +82,18 @@ class Row:
         self.leaves = pairs[0][0].dtype == np.float32  # whether steps may leave their updates
         # a call may be cut after any number of these without a trace
         self.unit = _core.BLOCK if pairs[0][0].dtype == np.float32 else PASS
-        self.clear()
-
-    def clear(self) -> None:
-        """At position 0, nothing to go back to. The buffers are the state's affair."""
         self.slot = self.position = self.depth = 0
         self.snapshots: list[Snapshot] = []
-        self.lacks = [None] * len(self.pairs)
+
+    def at(self, slot: int, position: int, depth: int = 0, snapshots: Sequence[Snapshot] = (),
+           lacks: list[int | None] | None = None) -> list[Change]:
+        """What changes where the row is elsewhere, by default with nothing to go back to and nothing that lacks."""
+        return [(self, "slot", slot), (self, "position", position), (self, "depth", depth),
+                (self, "snapshots", list(snapshots)), (self, "lacks", lacks or [None] * len(self.pairs))]
+
+    def lacking(self, slot: int, isa: int | None) -> list[int | None]:
+        """`lacks` with another entry for buffer `slot`."""
+        return [isa if i == slot else each for i, each in enumerate(self.lacks)]
 
     @property
     def source(self) -> Pair:
@@ -116,8 +120,8 @@ class Row:
             isa, updates = self.lacks[slot], self.updates[slot]
             if isa is not None and updates is not None:
                 S = self.pairs[slot][0]
-                _core.settle(isa, S[None], updates.reshape(1, len(S), -1))
-                self.lacks[slot] = None
+                _core.settle(isa, S[None], updates.reshape(1, len(S), -1),
+                             changes=[(self, "lacks", self.lacking(slot, None))])
 
     def target_slot(self) -> int:
         """The buffer to write: this one, unless a snapshot holds it."""
@@ -148,47 +152,76 @@ class Row:
             return
         since = self.position - self.snapshots[-1].position if self.snapshots else self.window
         if since + end - start > self.window:
-            self.snapshots = [*self.snapshots[-1:], Snapshot(self.slot, self.position, [])]
+            snapshots = [*self.snapshots[-1:], Snapshot(self.slot, self.position, [])]
             # as far as the older one is; the call makes up for it, unless it fails before it gets anywhere
-            self.depth = min(self.depth, self.position - self.snapshots[0].position)
+            self.depth = min(self.depth, self.position - snapshots[0].position)
+            self.snapshots = snapshots
 
-    def advance(self, slot: int, tokens: int, call: Call | None, lacks: int | None) -> None:
-        """After a pass that wrote buffer `slot`, which lacks the last updates if that ISA left them."""
-        self.lacks[slot] = lacks
-        self.slot, self.position = slot, self.position + tokens
+    def after(self, slot: int, tokens: int, lacks: int | None, call: Call | None = None,
+              part: tuple[Array, Array] | None = None) -> list[Change]:
+        """What changes with a pass that writes buffer `slot`, which lacks the last updates if that ISA left them; part:
+        what it adds to its call."""
+        position = self.position + tokens
+        changes: list[Change] = [(self, "position", position)]
+        if slot != self.slot:
+            changes.append((self, "slot", slot))
+        if self.lacks[slot] != lacks:
+            changes.append((self, "lacks", self.lacking(slot, lacks)))
         if call is not None:
-            calls = self.snapshots[-1].calls
-            if not calls or calls[-1] is not call:
-                calls.append(call)
-            reach = self.position - self.snapshots[0].position
-            self.depth = min(self.window, self.depth + tokens, reach)
+            last = self.snapshots[-1]
+            changes.append((call, "parts", (*call.parts, part)))
+            if not last.calls or last.calls[-1] is not call:
+                changes.append((last, "calls", [*last.calls, call]))
+            reach = position - self.snapshots[0].position
+            changes.append((self, "depth", min(self.window, self.depth + tokens, reach)))
+        return changes
 
     def rollback(self, tokens: int) -> None:
-        """Drop the last `tokens` <= depth tokens."""
+        """Drop the last `tokens` <= depth tokens.
+
+        Where it fails on the way (no memory, a signal) the row is as it was; or, if taking the dropped tokens again
+        fails too, where its last snapshot is.
+        """
         if tokens == 0:
             return
-        position = self.position - tokens
-        keep = max(i for i, snapshot in enumerate(self.snapshots) if snapshot.position <= position)
-        snapshots = self.snapshots[:keep + 1]
-        start = snapshots[-1]
-        left, calls = position - start.position, []
+        position, depth = self.position - tokens, self.depth - tokens
+        if self.snapshots[-1].position > position:  # drop that snapshot: its buffer is free then
+            older, last = self.snapshots
+            self.snapshots = [Snapshot(older.slot, older.position, [*older.calls, *last.calls])]
+        start, left, calls = self.snapshots[-1], position - self.snapshots[-1].position, []
         for call in start.calls:
             if left > 0:
                 calls.append(call if call.tokens <= left else call.first(left))
                 left -= call.tokens
-        held = [snapshot.slot for snapshot in snapshots]
-        slot = next(i for i in (self.slot, *range(len(self.pairs))) if i not in held)
         self.settle(start.slot)
-        self.lacks[slot] = None
-        source, target = self.pairs[start.slot], self.pairs[slot]
+        snapshots = [*self.snapshots[:-1], Snapshot(start.slot, start.position, calls)]
+        held = {self.slot, *(snapshot.slot for snapshot in snapshots)}
+        free = [slot for slot in range(len(self.pairs)) if slot not in held]
         if not calls:
-            for to, kept in zip(target, source, strict=True):
-                np.copyto(to, kept)
+            _core.commit((), self.at(start.slot, position, depth, snapshots, self.lacks))
+        elif free:
+            self._replay(calls, start.slot, free[0])
+            _core.commit((), self.at(free[0], position, depth, snapshots, self.lacking(free[0], None)))
+        else:
+            lacks = self.lacking(self.slot, None)
+            before = self.at(self.slot, self.position, self.depth, self.snapshots, lacks)
+            target, reach = self.slot, max(0, self.depth - (self.position - start.position))
+            still = [*self.snapshots[:-1], Snapshot(start.slot, start.position, [])]
+            try:
+                _core.commit((), self.at(start.slot, start.position, reach, still, lacks))
+                self._replay(calls, start.slot, target)
+                _core.commit((), self.at(target, position, depth, snapshots, lacks))
+            except BaseException:
+                self._replay(start.calls, start.slot, target)
+                _core.commit((), before)
+                raise
+
+    def _replay(self, calls: Sequence[Call], source: int, target: int) -> None:
+        """The tokens of the calls once more, from one buffer into another."""
+        read = self.pairs[source]
         for call in calls:
-            call.replay(call, source, target)
-            source = target
-        self.snapshots = [*snapshots[:-1], Snapshot(start.slot, start.position, calls)]
-        self.slot, self.position, self.depth = slot, position, self.depth - tokens
+            call.replay(call, read, self.pairs[target])
+            read = self.pairs[target]
 
     def copy_to(self, other: Row) -> None:
         """Everything but the memory; parts of calls are never written, so both may hold them."""
@@ -212,7 +245,8 @@ class KDAState:
     0.3 % of the outputs (relative RMS) over thousands of tokens; with a bounded gate, where many channels hardly
     decay, errors gather: 2 % after 1000 tokens, 2.5 % after 3000.
 
-    A state serves one call at a time: a second thread gets a RuntimeError, not a race.
+    A state serves one call at a time: a second thread gets a RuntimeError, not a race. So does a forked child, where
+    another thread of the parent was in a call that uses it.
     """
 
     def __init__(self, config: KDAConfig, batch: int = 1, rollback_window: int = 0,
@@ -223,7 +257,7 @@ class KDAState:
         if state_dtype not in STATE_DTYPES:
             raise ValueError(f"state_dtype: expected 'float32' or 'bfloat16', got {state_dtype!r}")
         self.state_dtype = state_dtype
-        self.lock = _Lock(self)  # for the layer and the session
+        self.lock = _core.Lock(weakref.ref(self))  # for the layer and the session
         HV, K, V = config.num_v_heads, config.head_dim, config.v_head_dim
         self._sizes = [(config.conv_size - 1) * self._channels(i) for i in range(3)]
         slots = 3 if self.rollback_window else 1
@@ -325,14 +359,15 @@ class KDAState:
     def reset(self) -> None:
         """Back to zeros and position 0."""
         with self.lock:
-            self.clear()
+            _core.commit(*self.cleared())
 
     def rollback(self, n: int | Sequence[int] | NDArray[np.integer[Any]]) -> None:
         """Drop the last n tokens of every row, or n[b] of row b: bit for bit as if they had never been taken.
 
         A row can drop as many tokens as it has taken since its start or a load, up to rollback_window; what has been
         dropped counts against the window until as many have been taken again. Raises ValueError for more, and leaves
-        all rows as they are.
+        all rows as they are. Where memory runs out on the way, or a signal's handler raises, each row is where
+        `positions` says: as it was, rolled back, or, if that failed twice, at its last snapshot.
         """
         with self.lock:
             self.rollback_rows(self.checked_rollback(n))
@@ -378,21 +413,18 @@ class KDAState:
                 x = x[:, :, 1:]
             if x.shape != shape:
                 raise ValueError(f"{name}: expected {list(shape)}, got {list(x.shape)}")
-            arrays.append(x.copy())
+            arrays.append(x.astype(STATE_DTYPES[self.state_dtype] if name == "recurrent" else np.float32))
         counts = _array("positions", positions)
         if counts.dtype.kind not in "iu" or counts.shape not in ((), (self.batch,)) or (counts < 0).any():
             raise ValueError(f"positions: expected an int >= 0 or [{self.batch}] of them, got {positions!r}")
         if (counts > MOST_POSITION).any():
             raise ValueError(f"positions: expected at most {MOST_POSITION}, got {positions!r}")
         with self.lock:
-            self.clear()
-            s = self._s[0] if self._s[0].dtype == np.float32 else self._s[0].view(ml_dtypes.bfloat16)
-            s[...] = arrays[0]
-            if W > 1:
-                for i, x in enumerate(arrays[1:]):
-                    self._taps(i, 0)[...] = x.transpose(0, 2, 1)
-            for row, count in zip(self.rows, np.broadcast_to(counts, (self.batch,)), strict=True):
-                row.position = int(count)
+            copies = [(self._s[0], arrays[0].view(self._s[0].dtype))]
+            copies += [(self._taps(i, 0), x.transpose(0, 2, 1)) for i, x in enumerate(arrays[1:]) if W > 1]
+            changes = [change for row, count in zip(self.rows, np.broadcast_to(counts, (self.batch,)), strict=True)
+                       for change in row.at(0, int(count))]
+            _core.commit(copies, changes)
 
     # ---- for the session, and inside ----
 
@@ -408,12 +440,9 @@ class KDAState:
         """Whether x may lie in the buffers."""
         return any(np.may_share_memory(x, a) for a in (*self._s, *self._h))
 
-    def clear(self) -> None:
-        """reset for a caller who holds the lock."""
-        self._s[0][...] = 0
-        self._h[0][...] = 0
-        for row in self.rows:
-            row.clear()
+    def cleared(self) -> tuple[list[tuple[Array, Any]], list[Change]]:
+        """What commit takes for a reset; the caller holds the lock."""
+        return [(self._s[0], 0), (self._h[0], 0)], [change for row in self.rows for change in row.at(0, 0)]
 
     def _common_slot(self) -> int:
         """The slot of every row's current state; rows that went back alone are brought to that of the first. The caller
@@ -428,13 +457,11 @@ class KDAState:
         for row in rows:
             if row.slot != slot:
                 row.settle(row.slot, slot)
-                mine, there = row.pairs[row.slot], row.pairs[slot]
-                for a, b in zip(mine, there, strict=True):
-                    a[...], b[...] = b.copy(), a.copy()
-                for snapshot in row.snapshots:
-                    if snapshot.slot in (slot, row.slot):
-                        snapshot.slot = slot + row.slot - snapshot.slot
-                row.slot = slot
+                pairs = list(zip(row.pairs[row.slot], row.pairs[slot], strict=True))
+                copies = [(a, b.copy()) for a, b in pairs] + [(b, a.copy()) for a, b in pairs]
+                changes: list[Change] = [(snapshot, "slot", slot + row.slot - snapshot.slot)
+                                         for snapshot in row.snapshots if snapshot.slot in (slot, row.slot)]
+                _core.commit(copies, [*changes, (row, "slot", slot)])
 
     def _taps(self, which: int, slot: int) -> NDArray[np.float32]:
         """[B, W - 1, D] of one convolution."""
@@ -458,30 +485,9 @@ class KDAState:
         return x
 
 
-class _Lock:
-    """The lock of one state, as a context: held or refused, never waited for."""
-
-    __slots__ = ("_lock", "_state")
-
-    def __init__(self, state: KDAState) -> None:
-        self._lock, self._state = threading.Lock(), weakref.ref(state)
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(False):
-            raise RuntimeError(f"{self._state()!r} is in use by another call; a state serves one call at a time, so "
-                               "give each thread its own (copy, Session.fork)")
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-
-@contextlib.contextmanager
-def exclusive(*states: KDAState) -> Iterator[None]:
-    """Holds the locks of all the states, or of none."""
-    with contextlib.ExitStack() as stack:
-        for state in states:
-            stack.enter_context(state.lock)
-        yield
+def exclusive(*states: KDAState) -> _core.Locks:
+    """A context that holds the locks of all the states, or of none."""
+    return _core.Locks([state.lock for state in states])
 
 
 def _count(name: str, value: Any, least: int) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kda.config import KDAConfig
+from kda.files import Safetensors
 from kda.ops import _F32, Array, _array, _check_dtype, _described, _packed
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def read_safetensors(path: str | os.PathLike[str], prefix: str) -> dict[str, Arr
     """
     from pathlib import Path
 
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     path = Path(path)
     if path.is_dir():
@@ -134,19 +135,13 @@ def read_safetensors(path: str | os.PathLike[str], prefix: str) -> dict[str, Arr
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file, though {path.name} names it")
         try:
-            with safe_open(file, framework="numpy") as opened:
-                for name in opened.keys() if wanted is None else wanted:
+            with Safetensors(file) as opened:
+                for name in opened.names if wanted is None else wanted:
                     if name.startswith(prefix):
-                        tensors[name] = _read(opened, file, name)
-        except SafetensorError as error:
+                        tensors[name] = opened.read(name)
+        except TypeError as error:  # float8 and smaller
+            raise TypeError(f"{file}: {name}: expected float32, float16 or bfloat16, got {opened.about(name)[0]}; "
+                            "convert the checkpoint first") from error
+        except (SafetensorError, ValueError, KeyError) as error:
             raise ValueError(f"{file}: is not a complete safetensors file, or lacks a tensor: {error}") from error
     return tensors
-
-
-def _read(opened: Any, file: Path, name: str) -> Array:
-    try:
-        tensor: Array = opened.get_tensor(name)
-    except (AttributeError, TypeError, KeyError) as error:  # float8 and smaller
-        raise TypeError(f"{file}: {name}: expected float32, float16 or bfloat16, got "
-                        f"{opened.get_slice(name).get_dtype()}; convert the checkpoint first") from error
-    return tensor

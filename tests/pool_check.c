@@ -47,7 +47,7 @@ static void count_within(const void *job, ptrdiff_t item, int thread) {
 static void once(int items, int threads, int nested) {
     struct tally tally = {0};
     int sum = 0;
-    kda_parallel_for(nested ? count_within : count, &tally, items, threads);
+    kda_parallel_for(nested ? count_within : count, &tally, 0, items, threads);
     for (int i = 0; i < ITEMS; i++)
         if (tally.counts[i] != (i < items)) fail("an item was not done once");
     for (int t = 0; t < TEAM; t++) sum += tally.by_thread[t];
@@ -81,7 +81,7 @@ static void meet(const void *job, ptrdiff_t item, int thread) {
 
 static void all_meet(int threads) {
     struct meeting m = {.expected = threads};
-    kda_parallel_for(meet, &m, threads, threads);
+    kda_parallel_for(meet, &m, 0, threads, threads);
 }
 
 int main(void) {

@@ -1,7 +1,9 @@
 """What two runs, or many, say of each other: `kda compare`, `kda history`, and how both deal with noise."""
 
+import errno
 import itertools
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -399,6 +401,22 @@ def test_lines_are_compact_and_hold_no_samples(tmp_path):
 def test_a_line_that_would_be_too_long_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a line of 2\d{3} bytes, at most 2000 may be"):
         history.lines_of(written(tmp_path, "a", bench_result(name="x" * 2000)), COMMIT, DATE)
+
+
+def test_a_history_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "history.jsonl"
+    lines = history.lines_of(written(tmp_path, "a", bench_result()), COMMIT, DATE)
+    history.add(path, lines)
+    before, names = path.read_bytes(), sorted(os.listdir(tmp_path))
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        history.add(path, [line | {"commit": COMMIT[::-1]} for line in lines])
+    assert path.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == names
 
 
 def test_adding_twice_changes_nothing(tmp_path):

@@ -607,3 +607,9 @@ def test_an_activation_is_a_name(activation):
         kda.causal_conv1d(ones(1, 2, 3), ones(3, 4), activation=activation)
     with pytest.raises(ValueError, match="precision: expected 'float32' or 'bf16', got "):
         kda.chunk_kda(**good(), precision=activation)
+
+
+def test_cu_seqlens_are_the_calls_own():
+    """Another thread that changes the caller's array must not move what the core reads."""
+    cu = np.array([0, 3, 7])
+    assert not np.shares_memory(kda.ops._sequences(cu, 1, 7), cu)

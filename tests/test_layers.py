@@ -15,7 +15,7 @@ PACKAGE = Path(kda.__file__).parent
 COLUMNS = [
     ["_core"],
     ["runtime", "reference"],
-    ["ops", "quant", "dense"],
+    ["files", "ops", "quant", "dense"],
     ["config", "weights", "state", "layer"],
     ["session", "plan"],
     ["__init__"],
@@ -82,8 +82,8 @@ def test_import_brings_nothing_heavy():
 
 # What `import kda` brings beyond numpy: every program that imports it pays for that, so what one function needs is
 # imported in that function. Other versions of numpy bring some of these themselves.
-OURS = {"kda", *(f"kda.{name}" for name in ("_core", "config", "dense", "layer", "ops", "plan", "quant", "runtime",
-                                             "session", "state", "weights"))}
+OURS = {"kda", *(f"kda.{name}" for name in ("_core", "config", "dense", "files", "layer", "ops", "plan", "quant",
+                                             "runtime", "session", "state", "weights"))}
 OTHERS = {"ml_dtypes", "json", "dataclasses", "copy", "threading", "mmap", "errno",
           "cython_runtime", "org"}  # of Cython's modules; of copy, for Jython
 
@@ -132,7 +132,8 @@ def test_the_stub_describes_the_core():
     constants = {n.target.id: ast.unparse(n.annotation) for n in stub.body if isinstance(n, ast.AnnAssign)}
     assert {n for n in dir(_core) if not n.startswith("_")} == set(functions) | set(constants) | set(classes)
     for name, methods in classes.items():
-        assert {m for m in vars(getattr(_core, name)) if m == "__new__" or m[0] != "_"} == methods
+        shown = {m for m in vars(getattr(_core, name)) if m[0] != "_" or m in ("__new__", "__enter__", "__exit__")}
+        assert shown == methods
     for name, annotation in constants.items():
         assert type(getattr(_core, name)).__name__ == annotation.split("[")[0]
     for name, parameters in functions.items():

@@ -8,6 +8,7 @@ import pytest
 from helpers import python
 
 import kda
+from kda import session
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -49,10 +50,22 @@ def test_the_measured_tables_come_from_the_result_files():
     assert (ROOT / "docs/performance.md").read_text().count("| block, tile |") >= 3
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/performance.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/performance.md"])
 def test_files_that_documents_name_exist(name):
     text = (ROOT / name).read_text()
     paths = re.findall(r"`((?:kda|benchmarks|tests|tools)/[\w./]*)`", text)
     assert paths
     for path in paths:
         assert (ROOT / path).exists(), path
+
+
+def test_security_names_every_variable_and_bound():
+    text = (ROOT / "SECURITY.md").read_text()
+    code = [(ROOT / "setup.py").read_text(), *(p.read_text() for p in (ROOT / "kda").rglob("*.py"))]
+    read = set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"', "\n".join(code)))
+    assert {"KDA_ISA", "KDA_CFLAGS"} <= read
+    for name in read - {"ARCHFLAGS", "_PYTHON_HOST_PLATFORM"}:  # setuptools' own
+        assert f"`{name}`" in text, name
+    assert f"header up to {session._MOST_HEADER // 2**20} MiB" in text
+    for module in ("pickle", "socket", "urllib"):
+        assert not any(re.search(rf"^\s*(import|from) {module}\b", source, re.MULTILINE) for source in code), module

@@ -112,7 +112,7 @@ static void copy_state(float *s_out, const float *s_in, ptrdiff_t K, ptrdiff_t c
 /* What one item works on: sequence n, value head hv with its q/k head h, columns [j0, j0 + columns) of S; and its
  * share of the scratch memory. */
 struct delta_item {
-    ptrdiff_t n, row, t0, t1, h, hv, j0, columns, ld;
+    ptrdiff_t n, row, start, t0, t1, h, hv, j0, columns, ld; /* the sequence's start, and its tokens [t0, t1) */
     float ea;
     float *q, *k, *decay; /* [block, K] */
     float *v, *o;         /* [block, ld] */
@@ -129,6 +129,11 @@ static struct delta_item delta_item(const struct kda_job *job, ptrdiff_t item, i
     it.columns = job->V - it.j0 < width ? job->V - it.j0 : width;
     it.ld = padded(it.columns);
     span(job->cu_seqlens, it.n, job->T, &it.row, &it.t0, &it.t1);
+    it.start = it.t0;
+    if (job->to) {
+        if (it.t1 - it.start > job->to) it.t1 = it.start + job->to;
+        it.t0 = it.t1 - it.start < job->from ? it.t1 : it.start + job->from;
+    }
     it.ea = gate_factor(job, it.hv);
     it.q = job->scratch + thread * job->scratch_floats;
     it.k = it.q + job->block * job->K;
@@ -347,10 +352,10 @@ void kda_delta_item(const void *job_, ptrdiff_t item, int thread) {
         states[heads] = open_state(job, &its[heads], thread);
     }
 
-    ptrdiff_t tokens = 0, checkpoint = 0;
+    ptrdiff_t tokens = 0, checkpoint = job->states.data ? (it->t0 - it->start) / job->spacing : 0;
     for (ptrdiff_t t = it->t0; t < it->t1; t += tokens) {
         tokens = it->t1 - t < job->block ? it->t1 - t : job->block;
-        ptrdiff_t left = job->states.data ? job->spacing - (t - it->t0) % job->spacing : tokens;
+        ptrdiff_t left = job->states.data ? job->spacing - (t - it->start) % job->spacing : tokens;
         if (left < tokens) tokens = left; /* blocks end where a state is wanted */
         for (ptrdiff_t i = 0; i < heads; i++) {
             run_tokens(job, &its[i], &states[i], t, tokens);
@@ -429,9 +434,11 @@ void kda_backward_item(const void *job_, ptrdiff_t item, int thread) {
     float *work = row + 2 * padded(V) + padded(3 * K);
 
     float *ds = (float *)at(&job->ds_out, it.n, 0, it.hv, 0);
-    copy_state(ds, job->ds_in.data ? at(&job->ds_in, it.n, 0, it.hv, 0) : NULL, K, V, V);
+    ptrdiff_t last = it.t1 > it.t0 ? (it.t1 - it.t0 - 1) / forward->spacing : 0;
+    if (job->from <= last && last < job->to)
+        copy_state(ds, job->ds_in.data ? at(&job->ds_in, it.n, 0, it.hv, 0) : NULL, K, V, V);
     if (it.t1 == it.t0) return;
-    for (ptrdiff_t segment = (it.t1 - it.t0 - 1) / forward->spacing; segment >= 0; segment--) {
+    for (ptrdiff_t segment = last < job->to ? last : job->to - 1; segment >= job->from; segment--) {
         ptrdiff_t from = it.t0 + segment * forward->spacing, blocks = 0;
         ptrdiff_t to = it.t1 - from < forward->spacing ? it.t1 : from + forward->spacing;
         const float *s_in = forward->s_in.data ? at(&forward->s_in, it.n, 0, it.hv, 0) : NULL;
@@ -513,6 +520,9 @@ void kda_conv_item(const void *job_, ptrdiff_t item, int thread) {
     ptrdiff_t channels = job->D - c0 < KDA_CONV_CHANNELS ? job->D - c0 : KDA_CONV_CHANNELS, past = job->width - 1;
     ptrdiff_t row, t0, t1;
     span(job->cu_seqlens, n, job->T, &row, &t0, &t1);
+    ptrdiff_t from = t0 + job->from, to = t1,
+              ends = t1 > t0 ? t1 : t0 + 1; /* an empty one ends in the first part */
+    if (job->to && t0 + job->to < t1) to = t0 + job->to;
 
     float *history = job->scratch + thread * job->scratch_floats, *kept = history + past * KDA_CONV_CHANNELS;
     float *x_rows = kept + past * KDA_CONV_CHANNELS;
@@ -525,13 +535,13 @@ void kda_conv_item(const void *job_, ptrdiff_t item, int thread) {
 
     const float *rows[KDA_CONV_MAX - 1 + KDA_CONV_TOKENS];
     float *y[KDA_CONV_TOKENS];
-    for (ptrdiff_t t = t0; t < t1; t += KDA_CONV_TOKENS) {
-        ptrdiff_t tokens = t1 - t < KDA_CONV_TOKENS ? t1 - t : KDA_CONV_TOKENS;
+    for (ptrdiff_t t = from; t < to; t += KDA_CONV_TOKENS) {
+        ptrdiff_t tokens = to - t < KDA_CONV_TOKENS ? to - t : KDA_CONV_TOKENS;
         for (ptrdiff_t i = 0; i < past + tokens; i++) {
-            ptrdiff_t from = t - past + i;
-            rows[i] = from < t0 ? history + (past + from - t0) * KDA_CONV_CHANNELS
-                                : as_f32(isa, job->x.dtype, at(&job->x, row, from, 0, c0),
-                                         x_rows + i * KDA_CONV_CHANNELS, channels);
+            ptrdiff_t of = t - past + i;
+            rows[i] = of < t0 ? history + (past + of - t0) * KDA_CONV_CHANNELS
+                              : as_f32(isa, job->x.dtype, at(&job->x, row, of, 0, c0),
+                                       x_rows + i * KDA_CONV_CHANNELS, channels);
         }
         for (ptrdiff_t i = 0; i < tokens; i++)
             y[i] =
@@ -542,11 +552,11 @@ void kda_conv_item(const void *job_, ptrdiff_t item, int thread) {
             put_f32(isa, job->y.dtype, (void *)at(&job->y, row, t + i, 0, c0), y[i], channels);
     }
 
-    if (!job->state_out) return;
+    if (!job->state_out || ends <= from || (job->to && ends > t0 + job->to)) return;
     for (ptrdiff_t w = 0; w < past; w++) { /* the last raw inputs; older ones come from the history */
-        ptrdiff_t from = t1 - past + w;
-        const float *x = from < t0 ? history + (past + from - t0) * KDA_CONV_CHANNELS
-                                   : as_f32(isa, job->x.dtype, at(&job->x, row, from, 0, c0), kept, channels);
+        ptrdiff_t of = t1 - past + w;
+        const float *x = of < t0 ? history + (past + of - t0) * KDA_CONV_CHANNELS
+                                 : as_f32(isa, job->x.dtype, at(&job->x, row, of, 0, c0), kept, channels);
         for (ptrdiff_t c = 0; c < channels; c++)
             job->state_out[n * job->out_batch + (c0 + c) * job->out_channel + w * job->out_tap] = x[c];
     }

@@ -54,8 +54,10 @@ struct kda_job {
     const float *A_log, *dt_bias; /* [HV], [HV, K]; NULL: none */
     const int64_t *cu_seqlens;    /* [N + 1], or NULL: sequence n is batch row n, T tokens */
     ptrdiff_t N, T, H, HV, K, V;
-    ptrdiff_t block;   /* tokens taken together: 1 (the step) or KDA_BLOCK */
-    ptrdiff_t spacing; /* tokens between two checkpoints of `states` */
+    ptrdiff_t from, to; /* which tokens of each sequence, where a call is run in parts; to 0: all. Without conv. A
+                           part begins where a block would, and reads the states that the one before it wrote. */
+    ptrdiff_t block;    /* tokens taken together: 1 (the step) or KDA_BLOCK */
+    ptrdiff_t spacing;  /* tokens between two checkpoints of `states` */
     ptrdiff_t
         group; /* heads of an item, 1 to KDA_GROUP, block after block in turn; 1 where s_dtype is not KDA_F32 */
     ptrdiff_t splits; /* column blocks per head; 1 with o_gate, which needs whole rows, and with updates left */
@@ -98,6 +100,8 @@ void kda_l2norm_item(const void *job, ptrdiff_t item, int thread);
 struct kda_backward_job {
     struct kda_job forward;
     struct kda_tensor d_o, ds_in, dq, dk, dv, dg, dbeta, da, ds_out;
+    ptrdiff_t from,
+        to; /* which segments of `spacing` tokens of each sequence; parts go from the last to the first */
 };
 ptrdiff_t kda_backward_scratch(const struct kda_job *job);
 void kda_backward_item(const void *job, ptrdiff_t item, int thread); /* one value head of one sequence */
@@ -128,6 +132,7 @@ struct kda_conv_job {
     ptrdiff_t in_batch, in_channel, in_tap;
     const int64_t *cu_seqlens;
     ptrdiff_t N, T, D;
+    ptrdiff_t from, to; /* which tokens of each sequence, where a call is run in parts; state_out is not state_in */
     int width, activation;
     float *scratch;
     ptrdiff_t scratch_floats; /* kda_conv_scratch */

@@ -12,9 +12,9 @@
 
 #if defined(KDA_SERIAL) || defined(__STDC_NO_ATOMICS__)
 
-void kda_parallel_for(kda_task_fn *task, const void *job, ptrdiff_t items, int threads) {
+void kda_parallel_for(kda_task_fn *task, const void *job, ptrdiff_t first, ptrdiff_t items, int threads) {
     (void)threads;
-    for (ptrdiff_t i = 0; i < items; i++) task(job, i, 0);
+    for (ptrdiff_t i = 0; i < items; i++) task(job, first + i, 0);
 }
 
 void kda_set_thread_limit(int n) { (void)n; }
@@ -120,6 +120,27 @@ static void pause_cpu(void) { YieldProcessor(); }
 static void pause_cpu(void) {}
 #endif
 
+/* The mode that a thread computes in: how it rounds, and whether it flushes subnormals. A worker takes that of its
+ * caller, or a result would depend on who computed it; and not the flags of what has happened. */
+#if defined(__x86_64__) || defined(_M_X64)
+#include <xmmintrin.h>
+typedef unsigned float_mode_t;
+static float_mode_t float_mode(void) { return _mm_getcsr() & ~0x3fu; }
+static void set_float_mode(float_mode_t mode) { _mm_setcsr(mode); }
+#elif defined(__aarch64__) && (defined(__GNUC__) || defined(__clang__))
+typedef uint64_t float_mode_t;
+static float_mode_t float_mode(void) {
+    float_mode_t mode;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+}
+static void set_float_mode(float_mode_t mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode)); }
+#else
+typedef int float_mode_t;
+static float_mode_t float_mode(void) { return 0; }
+static void set_float_mode(float_mode_t mode) { (void)mode; }
+#endif
+
 /* ---- the pool ---- */
 
 static atomic_int limit = 1;
@@ -142,6 +163,7 @@ static int team = 1, expecting_forks; /* threads that there are, with the caller
 static kda_task_fn *current_task;     /* the job that is posted */
 static const void *current_job;
 static int current_threads;
+static float_mode_t current_mode;
 
 static void open_slot(struct slot *s) {
     atomic_store(&s->state, IDLE);
@@ -193,6 +215,7 @@ static void worker(int thread) {
         wait_while(s, IDLE);
         int posted = POSTED; /* or taken back meanwhile */
         if (!atomic_compare_exchange_strong(&s->state, &posted, RUNNING)) continue;
+        set_float_mode(current_mode);
         work(thread);
         change_state(s, IDLE);
     }
@@ -217,19 +240,24 @@ static int hire(int threads) {
     return threads < team ? threads : team;
 }
 
-void kda_parallel_for(kda_task_fn *task, const void *job, ptrdiff_t items, int threads) {
+/* items * t / threads, for any number of items. */
+static ptrdiff_t run_start(ptrdiff_t items, int t, int threads) {
+    return items / threads * t + items % threads * t / threads;
+}
+
+void kda_parallel_for(kda_task_fn *task, const void *job, ptrdiff_t first, ptrdiff_t items, int threads) {
     int idle = 0;
     if (threads > KDA_MAX_THREADS) threads = KDA_MAX_THREADS;
     if (threads > items) threads = (int)items;
     if (threads <= 1 || !atomic_compare_exchange_strong(&busy, &idle, 1)) {
-        for (ptrdiff_t i = 0; i < items; i++) task(job, i, 0);
+        for (ptrdiff_t i = 0; i < items; i++) task(job, first + i, 0);
         return;
     }
     current_threads = threads = hire(threads);
-    current_task = task, current_job = job;
+    current_task = task, current_job = job, current_mode = float_mode();
     for (int t = 0; t < threads; t++) {
-        atomic_store_explicit(&slots[t].next, items * t / threads, memory_order_relaxed);
-        slots[t].end = items * (t + 1) / threads;
+        atomic_store_explicit(&slots[t].next, first + run_start(items, t, threads), memory_order_relaxed);
+        slots[t].end = first + run_start(items, t + 1, threads);
     }
     for (int t = 1; t < threads; t++) change_state(&slots[t], POSTED);
     work(0);

@@ -7,13 +7,13 @@ A line is under 2 KB and holds no samples. Adding the same commit again, from th
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from kda.files import replacing
 from kda.perf import results
 from kda.perf.results import COUNTERS, MALFORMED, Row, Run, fingerprint
 
@@ -182,9 +182,8 @@ def add(path: str | Path, new: Iterable[Line]) -> tuple[int, int]:
         merged[key_of(line)] = line
         count += 1
     added = len(merged) - before
-    scratch = path.with_name(path.name + ".new")
-    scratch.write_text("".join(dumped(line) + "\n" for line in merged.values()), encoding="utf-8")
-    os.replace(scratch, path)
+    with replacing(path) as file:
+        file.write("".join(dumped(line) + "\n" for line in merged.values()).encode())
     return added, count - added
 
 
