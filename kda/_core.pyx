@@ -943,10 +943,10 @@ cdef class Matrix:
         job.x_scales = job.scratch + threads * job.scratch_floats
         job.x_sums = <int *>(job.x_scales + most * job.m.groups)
         job.x_codes = <signed char *>(job.x_sums + most * job.m.groups)
-        cdef Py_ssize_t start, blocks, chunks = kda_idot_chunks(&job)
+        cdef Py_ssize_t start = 0, blocks, chunks = kda_idot_chunks(&job)
         cdef char *x_data = <char *>job.x.data
         cdef Py_ssize_t x_step = job.x.batch * (4 if job.x.dtype == KDA_F32 else 2)
-        for start in range(0, T, TOKENS):
+        while start < T:
             if start:
                 PyErr_CheckSignals()
             job.T = min(T - start, TOKENS)
@@ -955,6 +955,7 @@ cdef class Matrix:
             run(&kda_idot_quantize_item, &job, blocks,
                 <int>min(<Py_ssize_t>threads_for(job.T * K / 4), max(blocks, 1)), job.T * K / 4)
             run(&kda_idot_item, &job, chunks, <int>min(<Py_ssize_t>threads, chunks), work)
+            start += TOKENS
 
 
 # ---- dense matrices ----
