@@ -16,7 +16,7 @@
  *   block, tile 6 x 2     1           0.67   0       0       multiply pipes              0.54 of their peak (a call)
  *   dense, tile 6 x 2     1           0.67   0       0       multiply pipes              not recorded
  *   dense, one token      1           1.25   0       0       reading the weights         not recorded
- *   conv, sums            4           14     1       1       loads                       with SiLU 0.20 of an in-place
+ *   conv, sums            4           9      1       1       loads                       with SiLU 0.20 of an in-place
  *   conv, SiLU            9           2      1       13      the pipes, a division       pass (1024 tokens)
  *   exp, sigmoid          11          2, 3   1       13, 18  pipes, a wait of 60 cycles  not recorded
  *   gated norm            12          5      1       11      the pipes, a division       0.80 of a copy

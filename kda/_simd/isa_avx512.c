@@ -15,7 +15,7 @@
  *   block, tile 8 x 2      1           0.63   0       0       multiply pipes: 8 cycles of 16 on two, llvm-mca says 9
  *   dense, tile 8 x 2      1           0.63   0       0       multiply pipes
  *   dense, one token       1           1.25   0       0       reading the weights
- *   conv, sums             4           14     1       1       loads
+ *   conv, sums             4           9      1       1       loads
  *   conv, SiLU             9           1      1       10      the pipes, a division of 10 to 16 cycles
  *   exp, sigmoid           9           1, 2   1       7, 11   the pipes
  *   idot q8, one token     2           3      0       6       reading the weights

@@ -14,7 +14,7 @@
  *   block, tile 8 x 2      1           0.63   0       0       multiply pipes, at their bound by llvm-mca (N1, V1)
  *   dense, tile 8 x 2      1           0.63   0       0       multiply pipes
  *   dense, one token       1           1.6    0       0       reading the weights
- *   conv, sums             4           14     1       1       loads
+ *   conv, sums             4           9      1       1       loads
  *   conv, SiLU             9           1      1       12      the pipes, a division
  *   exp, sigmoid           11          1      1       13, 19  the pipes
  *   idot q8, one token     3           2      0       1.8     reading the weights; two smull, addp, sadalp
