@@ -85,6 +85,6 @@ def test_numpy(benchmark, layers, team, summary):
     shape = replace(counts.KIMI_LINEAR, layers=layers)
     describe(benchmark, shape, ISAS[0], team, 1)
     benchmark.extra_info.update(error=got["error"], rival_error=got["rival_error"])
-    what = f"decode, {title(shape)}"
+    what = f"decode, {title(shape)}, updates left"
     if not disabled(benchmark):
         record(benchmark, summary, f"numpy {np.__version__}", what, team, got["numpy_ns"], got["kda_ns"])
