@@ -288,6 +288,27 @@ def overlap(x, tuple others):
     return -1
 
 
+def apart(tuple outputs, tuple inputs):
+    """Whether no address range of the outputs meets another output's or an input's; None is passed over."""
+    cdef size_t low[BUFFERS]
+    cdef size_t high[BUFFERS]
+    cdef Py_buffer view
+    cdef Py_ssize_t n = 0, written = 0, i, other
+    for i, x in enumerate(outputs + inputs):
+        if x is None:
+            continue
+        PyObject_GetBuffer(x, &view, PyBUF_STRIDES)
+        extent(&view, &low[n], &high[n])
+        PyBuffer_Release(&view)
+        n += 1
+        if i < len(outputs):
+            written = n
+        for other in range(min(n - 1, written)):
+            if low[other] < high[n - 1] and low[n - 1] < high[other]:
+                return False
+    return True
+
+
 cdef void extent(Py_buffer *view, size_t *low, size_t *high) noexcept:
     """[low, high): the bytes that a buffer may touch; empty for an array without elements."""
     cdef int axis

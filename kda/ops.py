@@ -98,9 +98,10 @@ def _shape_error(name: str, x: Array, want: Sequence[Any], why: str = "") -> Val
     return ValueError(f"{name}: expected [{dims}]{why}, got {list(x.shape)}")
 
 
-def _output(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: dict[str, Any],
+def _output(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inputs: dict[str, Any] | None = None,
             inner: int = 1) -> Array:
-    """A caller's array to be written in place: exactly right, or refused. `inner` last axes must be contiguous."""
+    """A caller's array to be written in place: exactly right, or refused. `inner` last axes must be contiguous. Without
+    `inputs` the caller sees to overlaps."""
     if not isinstance(x, np.ndarray):
         raise TypeError(f"{name}: expected a numpy array to write into, got {type(x).__name__}")
     if x.dtype != dtype or x.shape != shape:
@@ -114,11 +115,16 @@ def _output(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inp
         raise ValueError(f"{name}: is not aligned to its element size")
     if dtype is _BF16:
         x = x.view(_U16)
-    if _core.overlap(x, tuple(inputs.values())) >= 0:  # the ranges meet; do the elements?
-        for other, array in inputs.items():
-            if array is not None and np.shares_memory(x, array):
-                raise ValueError(f"{name}: overlaps {other}; pass a separate array")
+    if inputs is not None and _core.overlap(x, tuple(inputs.values())) >= 0:  # the ranges meet
+        _check_overlap(name, x, inputs)
     return x
+
+
+def _check_overlap(name: str, x: Array, others: dict[str, Any]) -> None:
+    """ValueError if elements of x lie in one of the others."""
+    for other, array in others.items():
+        if array is not None and np.shares_memory(x, array):
+            raise ValueError(f"{name}: overlaps {other}; pass a separate array")
 
 
 def _check_strides(name: str, x: Array, inner: int) -> None:
@@ -485,27 +491,26 @@ def _delta(
     HV, V = v.shape[2:]
     state_shape = (N, HV, K, V)
 
-    inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias,
-              "cu_seqlens": given}
     if state_out is None:
+        if pending is not None:
+            raise ValueError("pending: a state that is returned lacks nothing; pass state_out too")
         final = aligned_empty(state_shape)
     else:
         if state_v_first:
             raise ValueError("state_out: is [N, HV, K, V]; it cannot be combined with state_v_first")
-        final = _output("state_out", state_out, state_shape, _F32, inputs, inner=2)
-        if (initial is not None and final is not initial and not _same_memory(final, initial)
-                and np.shares_memory(final, initial)):
-            raise ValueError("state_out: overlaps initial_state; pass initial_state itself or a separate array")
+        final = _output("state_out", state_out, state_shape, _F32, inner=2)
     if pending is not None:
-        if state_out is None:
-            raise ValueError("pending: a state that is returned lacks nothing; pass state_out too")
-        pending = _output("pending", pending, (N, HV, 2 * K + V), _F32,
-                          inputs | {"initial_state": initial, "state_out": final}, inner=3)
+        pending = _output("pending", pending, (N, HV, 2 * K + V), _F32, inner=3)
     if out is None:
         o = np.empty((B, T, HV, V), v.dtype)
     else:
-        inputs |= {"initial_state": initial, "state_out": state_out, "pending": pending}
-        o = _output("out", out, v.shape, _BF16 if v.dtype == _U16 else v.dtype, inputs)
+        o = _output("out", out, v.shape, _BF16 if v.dtype == _U16 else v.dtype)
+    if state_out is not None or out is not None:
+        written = (None if state_out is None else final, pending, None if out is None else o)
+        inputs = (q, k, v, g, beta, A_log, dt_bias, given)
+        in_place = initial is not None and (final is initial or _same_memory(final, initial))
+        if not _core.apart(written, (*inputs, None if in_place else initial)):
+            _check_written(written, inputs, initial, in_place)
 
     states = None
     if intermediate:
@@ -527,6 +532,22 @@ def _delta(
     if not output_final_state:
         return o, None, states
     return o, np.ascontiguousarray(np.swapaxes(final, 2, 3)) if state_v_first else final, states
+
+
+def _check_written(written: tuple[Array | None, ...], inputs: tuple[Array | None, ...], initial: Array | None,
+                   in_place: bool) -> None:
+    """The address ranges of _delta's outputs meet others; an error if elements do."""
+    final, pending, o = written
+    named = dict(zip(("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens"), inputs, strict=True))
+    if final is not None:
+        _check_overlap("state_out", final, named)
+        if initial is not None and not in_place and np.shares_memory(final, initial):
+            raise ValueError("state_out: overlaps initial_state; pass initial_state itself or a separate array")
+    named |= {"initial_state": initial, "state_out": final}
+    if pending is not None:
+        _check_overlap("pending", pending, named)
+    if o is not None:
+        _check_overlap("out", o, named | {"pending": pending})
 
 
 def chunk_kda_backward(

@@ -470,8 +470,10 @@ def test_settle_by_hand(isa):
 def test_updates_that_cannot_be_left():
     x = make_inputs(0, 2, 1, 1, 2, 8, 4, 2)
     state, pending = x["initial_state"], kda.no_updates(x["initial_state"])
-    before = state.copy()
+    before, memory = state.copy(), np.zeros(96, np.float32)
     for error, message, change in [
+            (ValueError, "out: overlaps pending", {"pending": memory[:80].reshape(2, 2, 20),
+                                                   "out": memory[79:95].reshape(2, 1, 2, 4)}),
             (ValueError, "pending: a state that is returned lacks nothing; pass state_out too", {"state_out": None}),
             (ValueError, r"pending: expected float32 \[2, 2, 20\], got float32 \[2, 2, 19\]",
              {"pending": pending[..., :19]}),
