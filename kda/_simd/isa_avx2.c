@@ -10,17 +10,17 @@
  * disassembly); shares of what binds as kda bench records them on Zen 3, one thread (docs/performance.md):
  *
  *   loop                  multiplies  loads  stores  other   binds                       share
- *   step, read pass       2           1.5    0       0       multiply pipes in L1, then  0.45 of the pipes (2 MiB of S),
- *   step, write pass      2           1.5    1       0       the caches (32 bytes a      0.54 of an in-place pass
- *   step, pending update  4           2.25   1       0       cycle), then the memory     (40 MiB); pending 0.52, 0.67
- *   block, tile 6 x 2     1           0.67   0       0       multiply pipes              0.60 of their peak (a call)
+ *   step, read pass       2           1.5    0       0       multiply pipes in L1, then  0.47 of the pipes (2 MiB of S),
+ *   step, write pass      2           1.5    1       0       the caches (32 bytes a      0.55 of an in-place pass
+ *   step, pending update  4           2.25   1       0       cycle), then the memory     (40 MiB); pending 0.56, 0.66
+ *   block, tile 6 x 2     1           0.67   0       0       multiply pipes              0.59 of their peak (a call)
  *   dense, tile 6 x 2     1           0.67   0       0       multiply pipes              not recorded
  *   dense, one token      1           1.25   0       0       reading the weights         not recorded
- *   conv, sums            4           9      1       1       loads                       with SiLU 0.23 of an in-place
+ *   conv, sums            4           9      1       1       loads                       with SiLU 0.24 of an in-place
  *   conv, SiLU            9           2      1       13      the pipes, a division       pass (1024 tokens)
  *   exp, sigmoid          11          2, 3   1       13, 18  pipes, a wait of 60 cycles  not recorded
- *   gated norm            12          5      1       11      the pipes, a division       0.79 of a copy
- *   idot q8, one token    2           3      0       3       reading the weights         0.83 to 0.93 of reading
+ *   gated norm            12          5      1       11      the pipes, a division       0.77 of a copy
+ *   idot q8, one token    2           3      0       3       reading the weights         0.86 to 0.96 of reading
  *   idot q8, four tokens  2           1.25   0       2.25    multiplies                  0.82 of the int8 peak
  *   idot q4, four tokens  2           1.25   0       1.5     multiplies                  1.04 of q8's peak
  *
