@@ -266,34 +266,14 @@ cdef int dtype_of(Py_buffer *view) except -1:
     raise ValueError(f"unexpected buffer format {code!r}")
 
 
-def overlap(x, tuple others):
-    """The first of `others` whose address range meets that of x, or -1; None is passed over."""
-    cdef _Buffers buffers
-    cdef Py_buffer *view
-    cdef size_t low, high, other_low, other_high
-    cdef Py_ssize_t i
-    cdef object other
-    buffers = _Buffers()
-    extent(buffers.get(x, False), &low, &high)
-    for i, other in enumerate(others):
-        if other is None:
-            continue
-        buffers.count = 1
-        view = buffers.get(other, False)
-        extent(view, &other_low, &other_high)
-        PyBuffer_Release(view)
-        buffers.count = 1
-        if low < other_high and other_low < high:
-            return i
-    return -1
-
-
 def apart(tuple outputs, tuple inputs):
     """Whether no address range of the outputs meets another output's or an input's; None is passed over."""
     cdef size_t low[BUFFERS]
     cdef size_t high[BUFFERS]
     cdef Py_buffer view
     cdef Py_ssize_t n = 0, written = 0, i, other
+    if len(outputs) + len(inputs) > BUFFERS:
+        raise ValueError("too many arrays")
     for i, x in enumerate(outputs + inputs):
         if x is None:
             continue

@@ -269,6 +269,7 @@ class _Keys:
         self.data, self.where = data, where
 
     def fail(self, key: str, what: str, *names: str) -> NoReturn:
+        """ValueError that names the config, the key, and the names that it was looked for under."""
         looked = f" (looked for as {' and '.join(names)})" if names else ""
         raise ValueError(f"{self.where}: {key}: {what}{looked}")
 
@@ -286,9 +287,12 @@ class _Keys:
         return value
 
     def has(self, name: str) -> bool:
+        """Whether there is a value, perhaps null, under a dotted name."""
         return self.raw(name) is not _MISSING
 
     def value(self, names: tuple[str, ...], kind: str, default: Any, nullable: bool) -> Any:
+        """The value under these names, of this kind (in words), or the default. ValueError for a value of another kind,
+        names that contradict each other, and a missing one without a default."""
         found = [(name, value) for name in names if (value := self.raw(name)) is not _MISSING]
         if default is not _REQUIRED and not nullable:
             found = [(name, value) for name, value in found if value is not None]
@@ -313,18 +317,21 @@ class _Keys:
         return found[0][1]
 
     def integer(self, *names: str, default: Any = _REQUIRED, least: int = 1, nullable: bool = False) -> Any:
+        """An int from `least` (0 or 1) to _MOST, the default, or where nullable None. ValueError as of `value`."""
         value = self.value(names, f"an integer >= {least}", default, nullable)
         if _is_int(value) and value > _MOST:
             self.fail(names[0], f"expected at most {_MOST}, got {value}")
         return value
 
     def number(self, *names: str, default: Any) -> Any:
+        """A float, None for null, or the default. ValueError as of `value`."""
         value = self.value(names, "a number", default, True)
         if _is_int(value) and abs(value) > _MOST:
             self.fail(names[0], f"expected a number of at most {_MOST}, got {value}")
         return value if value is None or value is _MISSING else float(value)
 
     def flag(self, *names: str, default: bool = False) -> bool:
+        """A bool, or the default. ValueError as of `value`."""
         return bool(self.value(names, "true or false", default, False))
 
     def strings(self, name: str, num_layers: int, allowed: tuple[str, ...]) -> list[str] | None:

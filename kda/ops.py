@@ -115,7 +115,7 @@ def _output(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any], inp
         raise ValueError(f"{name}: is not aligned to its element size")
     if dtype is _BF16:
         x = x.view(_U16)
-    if inputs is not None and _core.overlap(x, tuple(inputs.values())) >= 0:  # the ranges meet
+    if inputs is not None and not _core.apart((x,), tuple(inputs.values())):  # the ranges meet
         _check_overlap(name, x, inputs)
     return x
 

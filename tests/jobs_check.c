@@ -69,7 +69,8 @@ static unsigned char *codes;
 static unsigned short *scales;
 static int64_t bad[N];
 
-static void delta(int threads, ptrdiff_t block, ptrdiff_t splits, float *o, float *s) {
+/* The delta rule over q, k, v, g and beta, into o. */
+static struct kda_job recurrence(float *o, ptrdiff_t block, ptrdiff_t group, ptrdiff_t splits) {
     struct kda_job job = {.isa = isa,
                           .N = 1,
                           .T = T,
@@ -78,7 +79,7 @@ static void delta(int threads, ptrdiff_t block, ptrdiff_t splits, float *o, floa
                           .K = K,
                           .V = V,
                           .block = block,
-                          .group = 1,
+                          .group = group,
                           .splits = splits,
                           .scale = 0.2f,
                           .eps = 1e-6f,
@@ -86,6 +87,11 @@ static void delta(int threads, ptrdiff_t block, ptrdiff_t splits, float *o, floa
                           .spacing = SPACING};
     job.q = tensor(q, H * K, K), job.k = tensor(k, H * K, K), job.v = tensor(v, HV * V, V);
     job.g = tensor(g, HV * K, K), job.beta = tensor(beta, HV, 1), job.o = tensor(o, HV * V, V);
+    return job;
+}
+
+static void delta(int threads, ptrdiff_t block, ptrdiff_t splits, float *o, float *s) {
+    struct kda_job job = recurrence(o, block, 1, splits);
     job.s_out = tensor(s, 0, K * V), job.s_in = tensor(initial, 0, K * V);
     if (block > 1) job.states = tensor(states, STATE, K * V);
     job.scratch_floats = kda_delta_scratch(&job);
@@ -107,26 +113,9 @@ static void layer(int threads) {
     const int64_t cu[] = {0, T};
     void *s = s_layer;
     float *h = history, *none = NULL;
-    struct kda_job job = {.isa = isa,
-                          .N = 1,
-                          .T = T,
-                          .H = H,
-                          .HV = HV,
-                          .K = K,
-                          .V = V,
-                          .block = KDA_BLOCK,
-                          .group = 2,
-                          .splits = 1,
-                          .scale = 0.2f,
-                          .eps = 1e-6f,
-                          .scratch = scratch,
-                          .cu_seqlens = cu,
-                          .conv_width = TAPS,
-                          .norm_weight = weight,
-                          .norm_eps = 1e-5f,
-                          .norm_activation = KDA_SIGMOID};
-    job.q = tensor(q, H * K, K), job.k = tensor(k, H * K, K), job.v = tensor(v, HV * V, V);
-    job.g = tensor(g, HV * K, K), job.beta = tensor(beta, HV, 1), job.o = tensor(o_layer, HV * V, V);
+    struct kda_job job = recurrence(o_layer, KDA_BLOCK, 2, 1);
+    job.cu_seqlens = cu, job.conv_width = TAPS;
+    job.norm_weight = weight, job.norm_eps = 1e-5f, job.norm_activation = KDA_SIGMOID;
     job.o_gate = tensor(gate, HV * V, V);
     job.rows = (struct kda_rows){&s, &s, &h, &h, &none, &none};
     job.conv_q = (struct kda_short_conv){.taps = taps, .D = H * K};

@@ -361,6 +361,7 @@ class KDACacheLayer(LinearAttentionCacheLayerMixin):
         """Nothing: it is on the CPU."""
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """RuntimeError: what transformers' own layers would write here, an accelerated one never asks for."""
         raise RuntimeError("this cache was written by kda.adapters.hf and is read by an accelerated model alone")
 
     update_conv_state = update_recurrent_state = lazy_initialization
@@ -381,6 +382,7 @@ class QuantizedExperts(nn.Module):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all experts' codes and scales."""
         return sum(linear.matrix.nbytes for part in (self.gate_up, self.down) for linear in part)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -159,6 +159,7 @@ def _delta_rule_backward(
                                        states=np.swapaxes(kept, 3, 4) if v_first else kept)
 
     def of(name: str, x: Tensor | None) -> Tensor:
+        """The gradient by x, in its shape and dtype; an empty tensor where there is none."""
         gradient = gradients[name]
         return torch.empty(0) if x is None or gradient is None else as_tensor(gradient).to(x.dtype)
 
@@ -516,6 +517,7 @@ class QuantizedLinear(nn.Module):
             return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
+        """What repr shows between the parentheses."""
         return (f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
                 f"bits={self.bits}, group_size={self.group_size}")
 

@@ -118,6 +118,7 @@ class Decode(Work):
                                strict=True))
 
     def run(self) -> None:
+        """One call for each layer; its outputs are in `result`, its state moves on in place."""
         for q, k, v, g, beta, state, o, pending in self._calls:
             kda.fused_recurrent_kda(q, k, v, g, beta, initial_state=state, state_out=state, out=o, pending=pending,
                                     use_qk_l2norm_in_kernel=self.normalise, isa=self.isa)
@@ -157,6 +158,7 @@ class Prefill(Work):
         return {name: getattr(self, name) for name in ("q", "k", "v", "g", "beta")}
 
     def run(self) -> None:
+        """One call of all tokens; outputs in `result`, the state in place."""
         self.op(**self.inputs(), initial_state=self.state, state_out=self.state, out=self.result,
                 use_qk_l2norm_in_kernel=self.normalise, isa=self.isa)
 
@@ -195,6 +197,7 @@ class Layer(Work):
             self.A_log, self.dt_bias, None, isa=isa)
 
     def run(self) -> None:
+        """One pass over all tokens; outputs in `result`, state and history in place."""
         self.fused.run(self.states, self.states, self.cu_seqlens, self.tokens > 1)
 
     def one_by_one(self) -> Floats:
@@ -275,6 +278,7 @@ class WholeLayer(Work):
         return len(self.layers) * self.tokens * per_token
 
     def run(self) -> None:
+        """One call of each layer; the last output is in `result`, the states move on in place."""
         for layer, state in zip(self.layers, self.states, strict=True):
             self.result = layer(self.x, state)
 
@@ -301,6 +305,7 @@ class Conv(Work):
         self.mac = T * D * width  # of the taps; SiLU is not counted
 
     def run(self) -> None:
+        """One call: the update in place for one token, else the whole; outputs in `result`."""
         if self.tokens == 1:
             kda.causal_conv1d_update(self.x[:, 0], self.state, self.weight, out=self.result[:, 0], isa=self.isa)
         else:
@@ -324,6 +329,7 @@ class Norm(Work):
         self.mac = 2 * math.prod(self.x.shape)  # squares summed, and scaled; root and sigmoid are not counted
 
     def run(self) -> None:
+        """One call; outputs in `result`."""
         kda.rms_norm_gated(self.x, self.gate, self.weight, out=self.result, isa=self.isa)
 
 
@@ -352,6 +358,7 @@ class Product(Work):
         self._turn = 0
 
     def run(self) -> None:
+        """One product, by the next of the matrices; outputs in `result`."""
         self._turn = (self._turn + 1) % len(self.matrices)
         self.matrices[self._turn].matmul(self.x, out=self.result)
 
